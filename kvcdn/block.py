@@ -1,0 +1,338 @@
+"""The block container: reading, sealing and opening one block object (FORMAT.md section 4). Bytes in, values out.
+
+A writer calls `seal_block`. A reader calls `open_header` on the first bytes, and then, in any order, `open_segment` for the segments it
+wants. An edge, which holds no keys, calls `SegmentVerifier` with the bytes as they stream by.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from kvcdn import canonical
+from kvcdn.codec import CODECS, MAX_EXPANSION_BYTES, Buffer, encode_smallest
+from kvcdn.digest import Digest, ModelTag, hash_bytes
+from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
+from kvcdn.errors import CorruptError
+from kvcdn.fields import Fields
+from kvcdn.keys import PRECISIONS, BlockName, ModelIdentity
+from kvcdn.layout import DTYPE_BYTES, MAX_BLOCK_TOKENS, MAX_LAYERS, LayerSpec
+from kvcdn.producer import Producer
+from kvcdn.seal import TAG_BYTES, ObjectKeys, segment_associated_data
+from kvcdn.signing import PublicKey, SigningKey
+
+MAX_SEGMENT_BYTES = (1 << 32) - 1
+"""Stored length of one segment (FORMAT.md 4.1)."""
+
+MAX_BLOCK_BYTES = 1 << 36
+"""Sanity limit on a whole object, 64 GiB; real blocks have some 10 MB."""
+
+MAX_START = 1 << 24
+
+
+@dataclass(frozen=True)
+class Part:
+    """One encoded tensor inside a segment."""
+
+    name: str
+    codec: str
+    dtype: str
+    shape: tuple[int, int, int]
+    length: int
+
+    @property
+    def raw_bytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.shape[2] * DTYPE_BYTES[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "codec": self.codec,
+            "dtype": self.dtype,
+            "length": self.length,
+            "name": self.name,
+            "shape": list(self.shape),
+        }
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One layer's share of a block: where its stored bytes lie behind the envelope, and what they hold."""
+
+    layer: int
+    kind: str
+    offset: int
+    length: int
+    blake3: Digest
+    raw_digest: Digest
+    parts: tuple[Part, ...]
+
+    @property
+    def descriptor(self) -> bytes:
+        """What encryption binds: the segment without what depends on the ciphertext or its place."""
+        return canonical.encode(self._descriptor())
+
+    def _descriptor(self) -> dict[str, Any]:
+        parts = [part.to_json() for part in self.parts]
+        return {"kind": self.kind, "layer": self.layer, "length": self.length, "parts": parts}
+
+    def to_json(self) -> dict[str, Any]:
+        hashes = {"blake3": str(self.blake3), "offset": self.offset, "raw_digest": str(self.raw_digest)}
+        return {**self._descriptor(), **hashes}
+
+
+@dataclass(frozen=True)
+class BlockHeader:
+    """A block's header after its signature was checked. `envelope_bytes` is where the first segment begins."""
+
+    address: Digest
+    model: ModelTag
+    layout: Digest
+    precision: str
+    start: int
+    tokens: int
+    salt: Digest
+    commitment: Digest
+    producer: Producer
+    segments: tuple[Segment, ...]
+    publisher: PublicKey
+    envelope_bytes: int
+    etag: Digest
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole object."""
+        last = self.segments[-1]
+        return self.envelope_bytes + last.offset + last.length
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensors it carries."""
+        return sum(part.raw_bytes for segment in self.segments for part in segment.parts)
+
+    def require(self, model: ModelIdentity, name: BlockName, what: str) -> None:
+        """Raises CorruptError unless this is the block `name` of `model`, with the tensors its layout says."""
+        found = (self.address, self.model, self.layout, self.precision, self.start, self.tokens)
+        asked = (name.address, model.tag, model.layout.digest, model.precision, name.start, name.tokens)
+        for field, is_, should in zip(
+            ("address", "model", "layout", "precision", "start", "tokens"), found, asked, strict=True
+        ):
+            if is_ != should:
+                raise CorruptError(f"{what}: {field} is {is_}, asked for {should}: another object under this name")
+        if len(self.segments) != len(model.layout.layers):
+            raise CorruptError(f"{what}: {len(self.segments)} layers, the model has {len(model.layout.layers)}")
+        for segment, layer in zip(self.segments, model.layout.layers, strict=True):
+            _require_layer(segment, layer, self.tokens, what)
+
+
+def open_header(data: Buffer, what: str) -> BlockHeader:
+    """Parses and verifies a block's envelope at the start of `data`. Raises CorruptError."""
+    envelope = open_envelope(memoryview(data), BLOCK_MAGIC, what)
+    fields = Fields(envelope.header, f"{what}: header")
+    fields.choice("type", ("block",))
+    fields.integer("v", 1, 1)
+    header = BlockHeader(
+        address=fields.fixed("address", Digest),
+        model=fields.fixed("model", ModelTag),
+        layout=fields.fixed("layout", Digest),
+        precision=fields.choice("precision", PRECISIONS),
+        start=fields.integer("start", 0, MAX_START),
+        tokens=fields.integer("tokens", 1, MAX_BLOCK_TOKENS),
+        salt=fields.fixed("salt", Digest),
+        commitment=fields.fixed("commitment", Digest),
+        producer=Producer.from_json(fields.any("producer"), what),
+        segments=_read_segments(fields.array("segments", 1, MAX_LAYERS), what),
+        publisher=envelope.publisher,
+        envelope_bytes=envelope.size,
+        etag=envelope.etag,
+    )
+    fields.done()
+    _check_parts(header, what)
+    return header
+
+
+def open_segment(
+    header: BlockHeader, keys: ObjectKeys, index: int, stored: Buffer, scratch: bytearray, outs: Sequence[memoryview]
+) -> None:
+    """Verifies, decrypts and decodes segment `index` into `outs`, one writable byte view a part, of exactly its raw size.
+
+    `scratch` is working memory that is grown as needed and may be reused by the same thread. Raises CorruptError; `outs` may
+    then hold anything.
+    """
+    segment = header.segments[index]
+    what = f"block {header.address}, layer {index}"
+    if len(stored) != segment.length or hash_bytes(memoryview(stored)) != segment.blake3:
+        raise CorruptError(f"{what}: hash does not match, the bytes were damaged or replaced after publishing")
+    size = segment.length - TAG_BYTES
+    if len(scratch) < size:
+        scratch.extend(bytes(size - len(scratch)))
+    with memoryview(scratch) as whole, whole[:size] as encoded:
+        associated = segment_associated_data(header.address, segment.descriptor)
+        keys.open_into(index, associated, stored, encoded, what)
+        position = 0
+        for part, out in zip(segment.parts, outs, strict=True):
+            piece = encoded[position : position + part.length]
+            CODECS[part.codec].decode_into(piece, DTYPE_BYTES[part.dtype], out, f"{what}, {part.name}")
+            position += part.length
+
+
+def seal_block(
+    model: ModelIdentity,
+    name: BlockName,
+    producer: Producer,
+    layers: Sequence[Sequence[Buffer]],
+    key: SigningKey,
+) -> list[bytes]:
+    """A block's bytes in pieces, envelope first; `layers[i][j]` are the raw bytes of tensor j of layer i (FORMAT.md 2.3)."""
+    salt = Digest(os.urandom(Digest.SIZE))
+    keys = ObjectKeys(name.content_key, salt)
+    segments: list[Segment] = []
+    stored: list[bytes] = []
+    offset = 0
+    for index, (spec, raw) in enumerate(zip(model.layout.layers, layers, strict=True)):
+        segment, sealed = _seal_segment(keys, name, index, offset, spec, raw)
+        segments.append(segment)
+        stored.append(sealed)
+        offset += len(sealed)
+    header = {
+        "type": "block",
+        "v": 1,
+        "address": str(name.address),
+        "model": str(model.tag),
+        "layout": str(model.layout.digest),
+        "precision": model.precision,
+        "start": name.start,
+        "tokens": name.tokens,
+        "salt": str(salt),
+        "commitment": str(keys.commitment),
+        "producer": producer.to_json(),
+        "segments": [segment.to_json() for segment in segments],
+    }
+    return [seal_envelope(BLOCK_MAGIC, header, key), *stored]
+
+
+class SegmentVerifier:
+    """Checks the hashes of a whole block as its bytes stream by, in constant memory: what an edge does before it commits."""
+
+    def __init__(self, header: BlockHeader) -> None:
+        self._what = f"block {header.address}"
+        self._segments = iter(header.segments)
+        self._to_skip = header.envelope_bytes
+        self._next()
+
+    def _next(self) -> None:
+        self._segment = next(self._segments, None)
+        self._left = self._segment.length if self._segment else 0
+        self._hasher = blake3()
+
+    def update(self, piece: Buffer) -> None:
+        """Takes the next bytes of the object, envelope included. Raises CorruptError at the first segment that is wrong."""
+        view = memoryview(piece)
+        skipped = min(self._to_skip, len(view))
+        self._to_skip -= skipped
+        view = view[skipped:]
+        while len(view):
+            if self._segment is None:
+                raise CorruptError(f"{self._what}: trailing bytes behind the last segment")
+            taken = view[: self._left]
+            self._hasher.update(taken)
+            self._left -= len(taken)
+            view = view[len(taken) :]
+            if self._left == 0:
+                if self._hasher.digest() != self._segment.blake3:
+                    raise CorruptError(f"{self._what}: hash of layer {self._segment.layer} does not match")
+                self._next()
+
+    def finish(self) -> None:
+        """Call at the end of the object. Raises CorruptError where bytes are missing."""
+        if self._segment is not None or self._to_skip:
+            raise CorruptError(f"{self._what}: truncated, the object ends before its last segment")
+
+
+def _seal_segment(
+    keys: ObjectKeys, name: BlockName, index: int, offset: int, spec: LayerSpec, raw: Sequence[Buffer]
+) -> tuple[Segment, bytes]:
+    parts = []
+    encoded = []
+    for tensor, data in zip(spec.tensors, raw, strict=True):
+        codec, piece = encode_smallest(data, DTYPE_BYTES[tensor.dtype])
+        parts.append(Part(tensor.name, codec, tensor.dtype, tensor.shape(name.tokens), len(piece)))
+        if parts[-1].raw_bytes != len(data):
+            raise ValueError(f"layer {index}: {tensor.name} has {len(data)} bytes, its layout says {parts[-1].raw_bytes}")
+        encoded.append(piece)
+    joined = b"".join(encoded)
+    length = len(joined) + TAG_BYTES
+    nothing = Digest(bytes(Digest.SIZE))
+    draft = Segment(index, spec.kind, offset, length, nothing, nothing, tuple(parts))
+    sealed = keys.seal(index, segment_associated_data(name.address, draft.descriptor), joined)
+    segment = Segment(index, spec.kind, offset, length, hash_bytes(sealed), keys.raw_digest(*raw), tuple(parts))
+    return segment, sealed
+
+
+def _read_segments(values: Sequence[Any], what: str) -> tuple[Segment, ...]:
+    return tuple(_read_segment(value, index, f"{what}: segment {index}") for index, value in enumerate(values))
+
+
+def _read_segment(value: Any, index: int, what: str) -> Segment:
+    fields = Fields(value, what)
+    segment = Segment(
+        layer=fields.integer("layer", index, index),
+        kind=fields.choice("kind", ("kv",)),
+        offset=fields.integer("offset", 0, MAX_BLOCK_BYTES),
+        length=fields.integer("length", TAG_BYTES, MAX_SEGMENT_BYTES),
+        blake3=fields.fixed("blake3", Digest),
+        raw_digest=fields.fixed("raw_digest", Digest),
+        parts=tuple(_read_part(part, what) for part in fields.array("parts", 2, 2)),
+    )
+    fields.done()
+    return segment
+
+
+def _read_part(value: Any, what: str) -> Part:
+    fields = Fields(value, f"{what}: part")
+    shape = Fields.integers(fields.array("shape", 3, 3), f"{what}: shape", 1, MAX_SEGMENT_BYTES)
+    part = Part(
+        name=fields.choice("name", ("k", "v")),
+        codec=fields.choice("codec", tuple(CODECS)),
+        dtype=fields.choice("dtype", tuple(DTYPE_BYTES)),
+        shape=(shape[0], shape[1], shape[2]),
+        length=fields.integer("length", 0, MAX_SEGMENT_BYTES),
+    )
+    fields.done()
+    return part
+
+
+def _check_parts(header: BlockHeader, what: str) -> None:
+    """Sizes add up: no gaps, no overlaps, nothing trailing (FORMAT.md 4.1)."""
+    end = 0
+    for segment in header.segments:
+        if segment.offset != end:
+            raise CorruptError(f"{what}: segment {segment.layer} begins at {segment.offset}, not at {end}: a gap or an overlap")
+        if segment.length != sum(part.length for part in segment.parts) + TAG_BYTES:
+            raise CorruptError(f"{what}: segment {segment.layer} is not as long as its parts")
+        for part in segment.parts:
+            if part.raw_bytes > MAX_SEGMENT_BYTES or part.length > part.raw_bytes + MAX_EXPANSION_BYTES:
+                raise CorruptError(f"{what}: segment {segment.layer}: part {part.name} is too long for its shape")
+            if part.shape[0] != header.tokens:
+                raise CorruptError(f"{what}: segment {segment.layer} holds {part.shape[0]} tokens, the block {header.tokens}")
+        end += segment.length
+    if end > MAX_BLOCK_BYTES:
+        raise CorruptError(f"{what}: the block claims {end} bytes, more than {MAX_BLOCK_BYTES}")
+
+
+def _require_layer(segment: Segment, layer: LayerSpec, tokens: int, what: str) -> None:
+    found = [(part.name, part.dtype, part.shape) for part in segment.parts]
+    asked = [(tensor.name, tensor.dtype, tensor.shape(tokens)) for tensor in layer.tensors]
+    if segment.kind != layer.kind or found != asked:
+        raise CorruptError(f"{what}: layer {segment.layer} holds {found}, the model's layout says {asked}")
+
+
+def part_slices(segment: Segment) -> Iterator[tuple[Part, slice]]:
+    """Each part of `segment` with the slice of the decrypted bytes that holds it."""
+    position = 0
+    for part in segment.parts:
+        yield part, slice(position, position + part.length)
+        position += part.length

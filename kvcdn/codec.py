@@ -1,0 +1,108 @@
+"""Codecs: raw tensor bytes to encoded bytes and back (FORMAT.md 4.3). A codec is a value in the registry below.
+
+Decoders take authenticated bytes, yet trust no length: what does not fit exactly ends in CorruptError.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Protocol
+
+from kvcdn.errors import CorruptError
+
+Buffer = bytes | bytearray | memoryview
+
+MAX_EXPANSION_BYTES = 64
+"""An encoded part exceeds its raw size by at most this (a chunk header); the writer falls back to `raw` long before."""
+
+_BLOSC_HEADER = struct.Struct("<BBBBIII")
+"""Version, codec version, flags, typesize, nbytes, blocksize, cbytes: the first 16 bytes of a chunk."""
+
+_BLOSC_EXTENDED_HEADER_BYTES = 32
+_BLOSC_ZSTD_LEVEL = 1
+"""Real bf16 KV: level 1 and level 9 differ by less than 1 % in size, since exponents have little but their histogram."""
+
+_BLOSC_EXTENDED_FLAGS = 0x05
+"""Flag bits 0 and 2 together mark the 32-byte header."""
+
+_BLOSC_DICT_OR_LAZY = 0x09
+"""Bits 0 (dictionary) and 3 (lazy chunk) of blosc2_flags, the last byte of a 32-byte header."""
+
+_BLOSC_ZSTD_FORMAT = 4
+"""Bits 5 to 7 of the flags name the format; 4 is zstd, 5 a plug-in codec."""
+
+
+class Codec(Protocol):
+    """Stateless and thread-safe."""
+
+    def encode(self, raw: Buffer, typesize: int) -> bytes:
+        """Encoded form of `raw`, whose elements have `typesize` bytes."""
+
+    def decode_into(self, encoded: Buffer, typesize: int, out: memoryview, what: str) -> None:
+        """Fills `out` (bytes, writable, of the raw size) from `encoded`. Raises CorruptError."""
+
+
+class RawCodec:
+    """The bytes as they are."""
+
+    def encode(self, raw: Buffer, typesize: int) -> bytes:  # noqa: ARG002 - the protocol's signature
+        return bytes(raw)
+
+    def decode_into(self, encoded: Buffer, typesize: int, out: memoryview, what: str) -> None:  # noqa: ARG002 - as above
+        if len(encoded) != len(out):
+            raise CorruptError(f"{what}: {len(encoded)} raw bytes where {len(out)} belong")
+        out[:] = encoded
+
+
+class BloscCodec:
+    """One C-Blosc2 chunk: byte shuffle, then zstd per plane. Exponent bytes shrink, mantissa bytes are kept."""
+
+    def encode(self, raw: Buffer, typesize: int) -> bytes:
+        import blosc2  # noqa: PLC0415 - an edge never encodes or decodes: it does without
+
+        return bytes(
+            blosc2.compress2(
+                raw,
+                typesize=typesize,
+                codec=blosc2.Codec.ZSTD,
+                clevel=_BLOSC_ZSTD_LEVEL,
+                filters=[blosc2.Filter.SHUFFLE],
+                nthreads=1,
+            )
+        )
+
+    def decode_into(self, encoded: Buffer, typesize: int, out: memoryview, what: str) -> None:
+        import blosc2  # noqa: PLC0415 - as above
+
+        _check_chunk(encoded, typesize, len(out), what)
+        try:
+            blosc2.decompress2(encoded, dst=out, nthreads=1)
+        except (RuntimeError, ValueError) as error:
+            raise CorruptError(f"{what}: blosc2 chunk does not decode ({error})") from None
+
+
+def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, what: str) -> None:
+    if len(encoded) < _BLOSC_EXTENDED_HEADER_BYTES:
+        raise CorruptError(f"{what}: a blosc2 chunk of {len(encoded)} bytes is too short")
+    _, _, flags, chunk_typesize, nbytes, blocksize, cbytes = _BLOSC_HEADER.unpack_from(encoded)
+    if (nbytes, cbytes, chunk_typesize) != (raw_size, len(encoded), typesize) or not 0 < blocksize <= max(nbytes, 1):
+        raise CorruptError(
+            f"{what}: blosc2 chunk says {nbytes} raw bytes, {cbytes} stored, typesize {chunk_typesize}; "
+            f"{raw_size}, {len(encoded)} and {typesize} belong"
+        )
+    extended = flags & _BLOSC_EXTENDED_FLAGS == _BLOSC_EXTENDED_FLAGS
+    special = encoded[_BLOSC_EXTENDED_HEADER_BYTES - 1] & _BLOSC_DICT_OR_LAZY
+    if not extended or special or flags >> 5 != _BLOSC_ZSTD_FORMAT:
+        raise CorruptError(f"{what}: blosc2 chunk asks for features the format does not allow")
+
+
+CODECS: Mapping[str, Codec] = {"raw": RawCodec(), "blosc2": BloscCodec()}
+
+
+def encode_smallest(raw: Buffer, typesize: int) -> tuple[str, bytes]:
+    """Name and bytes of the smallest encoding of `raw`."""
+    encoded = CODECS["blosc2"].encode(raw, typesize)
+    if len(encoded) < len(raw):
+        return "blosc2", encoded
+    return "raw", bytes(raw)

@@ -1,0 +1,133 @@
+"""Layouts: what the KV of one token looks like, engine-neutral (FORMAT.md 2.3), and the block length that follows (2.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kvcdn import canonical
+from kvcdn.digest import Digest, derive
+from kvcdn.errors import CorruptError
+from kvcdn.fields import Fields
+
+BLOCK_RAW_BYTES = 16 * 1024 * 1024
+"""A block's raw size stays at or below this: large enough for few requests, small enough to fetch, hold and evict singly."""
+
+MIN_BLOCK_TOKENS = 64
+"""A block is one forward pass of the publisher, and shorter passes waste the device."""
+
+MAX_BLOCK_TOKENS = 1024
+"""Bounds what a prompt loses when it leaves a document in mid-block."""
+
+MAX_LAYERS = 1024
+MAX_HEADS = 4096
+MAX_DIM = 65536
+"""Sanity limits on hostile layouts; today's largest models have 126 layers, 128 KV heads, dim 576."""
+
+DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a layer: for S tokens its shape is [S, heads, dim], row-major, little-endian."""
+
+    name: str
+    heads: int
+    dim: int
+    dtype: str
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.heads * self.dim * DTYPE_BYTES[self.dtype]
+
+    def shape(self, tokens: int) -> tuple[int, int, int]:
+        """The shape of this tensor for `tokens` tokens."""
+        return (tokens, self.heads, self.dim)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One model layer's share of the KV."""
+
+    kind: str
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(tensor.bytes_per_token for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The KV of one token, layer by layer."""
+
+    layers: tuple[LayerSpec, ...]
+
+    @classmethod
+    def uniform_kv(cls, layers: int, heads: int, dim: int, dtype: str, value_dim: int | None = None) -> Layout:
+        """`layers` equal layers of full attention: K [S, heads, dim] and V [S, heads, value_dim or dim]."""
+        key = TensorSpec("k", heads, dim, dtype)
+        value = TensorSpec("v", heads, dim if value_dim is None else value_dim, dtype)
+        return cls((LayerSpec("kv", (key, value)),) * layers)
+
+    @classmethod
+    def from_json(cls, value: Any, what: str) -> Layout:
+        """Reads the JSON form. Raises CorruptError for any other value, NaN-free and bounded by the limits above."""
+        fields = Fields(value, what)
+        if fields.integer("v", 1, 1) != 1:
+            raise CorruptError(f"{what}: unknown layout version")
+        layers = fields.array("layers", 1, MAX_LAYERS)
+        fields.done()
+        return cls(tuple(_read_layer(layer, f"{what}: layer {i}") for i, layer in enumerate(layers)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form, ready for the canonical encoder."""
+        return {
+            "layers": [
+                {
+                    "kind": layer.kind,
+                    "tensors": [{"dtype": t.dtype, "name": t.name, "shape": [t.heads, t.dim]} for t in layer.tensors],
+                }
+                for layer in self.layers
+            ],
+            "v": 1,
+        }
+
+    @cached_property
+    def digest(self) -> Digest:
+        return Digest(derive("kvcdn v1 layout", canonical.encode(self.to_json())))
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Raw KV bytes of one token, all layers."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    @cached_property
+    def block_tokens(self) -> int:
+        """N of FORMAT.md 2.4: tokens of every block of a prefix but, perhaps, its last."""
+        affordable = max(BLOCK_RAW_BYTES // self.bytes_per_token, 1)
+        power = 1 << (affordable.bit_length() - 1)
+        return min(max(power, MIN_BLOCK_TOKENS), MAX_BLOCK_TOKENS)
+
+
+def _read_layer(value: Any, what: str) -> LayerSpec:
+    fields = Fields(value, what)
+    kind = fields.choice("kind", ("kv",))
+    tensors = tuple(_read_tensor(item, what) for item in fields.array("tensors", 2, 2))
+    fields.done()
+    if [tensor.name for tensor in tensors] != ["k", "v"]:
+        raise CorruptError(f"{what}: a kv layer holds the tensors k and v, in this order")
+    return LayerSpec(kind, tensors)
+
+
+def _read_tensor(value: Any, what: str) -> TensorSpec:
+    fields = Fields(value, f"{what}: tensor")
+    name = fields.choice("name", ("k", "v"))
+    dtype = fields.choice("dtype", tuple(DTYPE_BYTES))
+    shape = Fields.integers(fields.array("shape", 2, 2), f"{what}: shape", 1, max(MAX_HEADS, MAX_DIM))
+    fields.done()
+    if shape[0] > MAX_HEADS:
+        raise CorruptError(f"{what}: more than {MAX_HEADS} heads")
+    return TensorSpec(name, shape[0], shape[1], dtype)

@@ -1,0 +1,117 @@
+"""Publishers' signatures and the list of whom to trust (FORMAT.md section 3, Ed25519)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from kvcdn.digest import FixedBytes
+from kvcdn.errors import CorruptError, UntrustedError, UsageError
+
+SIGNATURE_BYTES = 64
+
+_CONTEXT = b"kvcdn v1 signature\x00"
+
+_TEXT_PREFIX = "ed25519:"
+
+
+class PublicKey(FixedBytes):
+    """A publisher's raw Ed25519 public key."""
+
+    SIZE = 32
+
+    @property
+    def text(self) -> str:
+        """The form people pass around: `ed25519:` and 64 hexadecimal digits."""
+        return _TEXT_PREFIX + str(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> PublicKey:
+        """Reads `text`'s form, with or without the prefix. Raises UsageError."""
+        try:
+            return cls.parse(text.strip().removeprefix(_TEXT_PREFIX), "public key")
+        except CorruptError as error:
+            raise UsageError(f"{text.strip()[:80]!r} is not a public key ({error})", hint="kvcdn keygen prints one") from None
+
+
+class SigningKey:
+    """A publisher's private key. It never shows in a repr."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        raw = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+        self.public = PublicKey(raw)
+
+    @classmethod
+    def generate(cls) -> SigningKey:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_pem(cls, pem: bytes, source: str) -> SigningKey:
+        """Reads an unencrypted PKCS #8 PEM; `source` names it in errors. Raises UsageError."""
+        try:
+            key = serialization.load_pem_private_key(pem, password=None)
+        except (ValueError, TypeError):
+            key = None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise UsageError(f"{source} does not hold an Ed25519 private key", hint="make one with: kvcdn keygen")
+        return cls(key)
+
+    def to_pem(self) -> bytes:
+        """Unencrypted PKCS #8 PEM."""
+        return self._key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+
+    def sign(self, signed: bytes) -> bytes:
+        """The 64 bytes that vouch for an envelope's first 12 + H bytes."""
+        return self._key.sign(_CONTEXT + signed)
+
+    def __repr__(self) -> str:
+        return f"SigningKey(public={self.public.text})"
+
+
+def verify_signature(key: PublicKey, signature: bytes, signed: bytes, what: str) -> None:
+    """Raises CorruptError unless `signature` is `key`'s over `signed`."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, _CONTEXT + signed)
+    except (InvalidSignature, ValueError):
+        raise CorruptError(f"{what}: the signature does not match") from None
+
+
+@dataclass(frozen=True)
+class TrustList:
+    """Publishers' keys that a reader accepts, each with the name its owner gave it."""
+
+    names: Mapping[PublicKey, str]
+
+    @classmethod
+    def of(cls, *keys: PublicKey) -> TrustList:
+        return cls({key: "" for key in keys})
+
+    @classmethod
+    def from_text(cls, text: str, source: str) -> TrustList:
+        """Reads a trust file: a key a line, a name behind it, `#` comments. Raises UsageError that names the line."""
+        return cls(dict(_read_lines(text, source)))
+
+    def require(self, key: PublicKey, what: str) -> None:
+        """Raises UntrustedError unless `key` is on the list."""
+        if key not in self.names:
+            raise UntrustedError(
+                f"{what}: published by {key.text}, who is not on the trust list",
+                hint=f"if you know this publisher: kvcdn keygen --trust {key.text}",
+            )
+
+
+def _read_lines(text: str, source: str) -> Iterator[tuple[PublicKey, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.split("#", 1)[0].split(maxsplit=1)
+        if content:
+            try:
+                yield PublicKey.from_text(content[0]), content[1].strip() if len(content) > 1 else ""
+            except UsageError as error:
+                raise UsageError(f"{source}, line {number}: {error}", hint=error.hint) from None
