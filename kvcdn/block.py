@@ -1,7 +1,7 @@
 """The block container: reading, sealing and opening one block object (FORMAT.md section 4). Bytes in, values out.
 
-A writer calls `seal_block`. A reader calls `open_header` on the first bytes, and then, in any order, `open_segment` for the segments it
-wants. An edge, which holds no keys, calls `SegmentVerifier` with the bytes as they stream by.
+A writer calls `seal_block`. A reader calls `open_header` on the first bytes, and then, in any order, `open_segment` for the
+segments it wants. An edge, which holds no keys, calls `SegmentVerifier` with the bytes as they stream by.
 """
 
 from __future__ import annotations
@@ -122,6 +122,10 @@ class BlockHeader:
         ):
             if is_ != should:
                 raise CorruptError(f"{what}: {field} is {is_}, asked for {should}: another object under this name")
+        if self.producer.chunk_tokens != model.layout.block_tokens:
+            raise CorruptError(
+                f"{what}: made in passes of {self.producer.chunk_tokens} tokens, not {model.layout.block_tokens}"
+            )
         if len(self.segments) != len(model.layout.layers):
             raise CorruptError(f"{what}: {len(self.segments)} layers, the model has {len(model.layout.layers)}")
         for segment, layer in zip(self.segments, model.layout.layers, strict=True):
@@ -150,6 +154,10 @@ def open_header(data: Buffer, what: str) -> BlockHeader:
         etag=envelope.etag,
     )
     fields.done()
+    if header.start % header.producer.chunk_tokens or header.tokens > header.producer.chunk_tokens:
+        raise CorruptError(
+            f"{what}: {header.tokens} tokens from {header.start} are not one block of {header.producer.chunk_tokens}"
+        )
     _check_parts(header, what)
     return header
 
@@ -172,11 +180,10 @@ def open_segment(
     with memoryview(scratch) as whole, whole[:size] as encoded:
         associated = segment_associated_data(header.address, segment.descriptor)
         keys.open_into(index, associated, stored, encoded, what)
-        position = 0
-        for part, out in zip(segment.parts, outs, strict=True):
-            piece = encoded[position : position + part.length]
-            CODECS[part.codec].decode_into(piece, DTYPE_BYTES[part.dtype], out, f"{what}, {part.name}")
-            position += part.length
+        for (part, place), out in zip(part_slices(segment), outs, strict=True):
+            # Released here: a view kept alive by an error's traceback would stop `scratch` from ever growing again.
+            with encoded[place] as piece:
+                CODECS[part.codec].decode_into(piece, DTYPE_BYTES[part.dtype], out, f"{what}, {part.name}")
 
 
 def seal_block(

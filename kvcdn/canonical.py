@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NoReturn
 
 from kvcdn.errors import CorruptError
@@ -13,9 +14,11 @@ MAX_DEPTH = 16
 MAX_INTEGER = 2**53 - 1
 """Largest magnitude of an integer: what every JSON reader keeps exactly."""
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 def encode(value: Any) -> bytes:
-    """The canonical bytes of `value`. Raises ValueError or TypeError for what canonical JSON cannot hold (a programming error)."""
+    """The canonical bytes of `value`. Raises ValueError or TypeError, programming errors, for what the form cannot hold."""
     _check(value, MAX_DEPTH)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
 
@@ -43,12 +46,22 @@ def _check(value: Any, depth: int) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError("object keys must be strings")
+            _check_scalar(key)
             _check(item, depth - 1)
     elif isinstance(value, list | tuple):
         for item in value:
             _check(item, depth - 1)
+    else:
+        _check_scalar(value)
+
+
+def _check_scalar(value: Any) -> None:
+    if isinstance(value, str):
+        # Half of a surrogate pair is no character: readers disagree about it, and no terminal or log can print it.
+        if not value.isascii() and _SURROGATE.search(value):
+            raise ValueError("string holds half of a surrogate pair")
     elif isinstance(value, int) and not isinstance(value, bool):
         if abs(value) > MAX_INTEGER:
             raise ValueError("integer out of range")
-    elif not (value is None or isinstance(value, str | bool)):
+    elif not (value is None or isinstance(value, bool)):
         raise TypeError(f"canonical JSON cannot hold {type(value).__name__}")

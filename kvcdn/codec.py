@@ -26,11 +26,20 @@ _BLOSC_ZSTD_LEVEL = 1
 _BLOSC_EXTENDED_FLAGS = 0x05
 """Flag bits 0 and 2 together mark the 32-byte header."""
 
-_BLOSC_DICT_OR_LAZY = 0x09
-"""Bits 0 (dictionary) and 3 (lazy chunk) of blosc2_flags, the last byte of a 32-byte header."""
+_BLOSC_DELTA_FLAG = 0x08
+"""Flag bit 3: the delta filter, which reads another chunk."""
 
 _BLOSC_ZSTD_FORMAT = 4
-"""Bits 5 to 7 of the flags name the format; 4 is zstd, 5 a plug-in codec."""
+"""Bits 5 to 7 of the flags name the format; 4 is zstd, 6 a plug-in codec."""
+
+_BLOSC_FILTER_CODES = slice(16, 22)
+_BLOSC_FILTER_META = slice(24, 30)
+_BLOSC_SHUFFLE = 1
+"""The one filter in use, in any of the six places, the others empty: a lossy or plug-in filter would decode just as well."""
+
+_BLOSC_PLAIN_OR_ZEROS = frozenset({0x00, 0x10})
+"""Allowed values of blosc2_flags, the header's last byte: ordinary data, or a run of zeros. Others ask for a dictionary, lazy
+data or instrumentation, or say that the values are not initialised, which decodes to whatever the memory held before."""
 
 
 class Codec(Protocol):
@@ -88,12 +97,14 @@ def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, what: str) -> No
     _, _, flags, chunk_typesize, nbytes, blocksize, cbytes = _BLOSC_HEADER.unpack_from(encoded)
     if (nbytes, cbytes, chunk_typesize) != (raw_size, len(encoded), typesize) or not 0 < blocksize <= max(nbytes, 1):
         raise CorruptError(
-            f"{what}: blosc2 chunk says {nbytes} raw bytes, {cbytes} stored, typesize {chunk_typesize}; "
-            f"{raw_size}, {len(encoded)} and {typesize} belong"
+            f"{what}: blosc2 chunk says {nbytes} raw bytes in blocks of {blocksize}, {cbytes} stored, typesize "
+            f"{chunk_typesize}; {raw_size}, {len(encoded)} and {typesize} belong"
         )
-    extended = flags & _BLOSC_EXTENDED_FLAGS == _BLOSC_EXTENDED_FLAGS
-    special = encoded[_BLOSC_EXTENDED_HEADER_BYTES - 1] & _BLOSC_DICT_OR_LAZY
-    if not extended or special or flags >> 5 != _BLOSC_ZSTD_FORMAT:
+    extended = flags & (_BLOSC_EXTENDED_FLAGS | _BLOSC_DELTA_FLAG) == _BLOSC_EXTENDED_FLAGS
+    zstd = flags >> 5 == _BLOSC_ZSTD_FORMAT
+    shuffled = sorted(encoded[_BLOSC_FILTER_CODES]) == [0, 0, 0, 0, 0, _BLOSC_SHUFFLE] and not any(encoded[_BLOSC_FILTER_META])
+    ordinary = encoded[_BLOSC_EXTENDED_HEADER_BYTES - 1] in _BLOSC_PLAIN_OR_ZEROS
+    if not (extended and zstd and shuffled and ordinary):
         raise CorruptError(f"{what}: blosc2 chunk asks for features the format does not allow")
 
 

@@ -18,6 +18,9 @@ MANIFEST_MAGIC = b"KVCDNM1\n"
 PREAMBLE_BYTES = 12
 """Magic and header length."""
 
+MIN_HEADER_BYTES = 2
+"""An empty JSON object."""
+
 MAX_HEADER_BYTES = 1 << 20
 """A block of 1,024 layers needs some 400 KiB, a manifest of 4,000 blocks 900 KiB."""
 
@@ -50,8 +53,8 @@ def envelope_size(preamble: bytes | memoryview, magic: bytes, what: str) -> int:
     if bytes(preamble[:8]) != magic:
         raise CorruptError(f"{what}: wrong magic, this is not a kvcdn {'block' if magic == BLOCK_MAGIC else 'manifest'}")
     (length,) = struct.unpack_from("<I", preamble, 8)
-    if not 2 <= length <= MAX_HEADER_BYTES:
-        raise CorruptError(f"{what}: header length {length} is not between 2 and {MAX_HEADER_BYTES}")
+    if not MIN_HEADER_BYTES <= length <= MAX_HEADER_BYTES:
+        raise CorruptError(f"{what}: header length {length} is not between {MIN_HEADER_BYTES} and {MAX_HEADER_BYTES}")
     return PREAMBLE_BYTES + int(length) + SIGNATURE_BYTES
 
 

@@ -69,7 +69,7 @@ class Fields:
     def done(self) -> None:
         """Refuses what nobody asked for: an unknown field is a version we do not know, or an attack."""
         if self._left:
-            raise CorruptError(f"{self._what}: unknown field {sorted(self._left)[0][:40]!r}")
+            raise CorruptError(f"{self._what}: unknown field {min(self._left)[:40]!r}")
 
     @staticmethod
     def integers(values: Sequence[Any], what: str, low: int, high: int) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcdn.digest import Digest, ModelTag, Secret, derive
@@ -100,31 +100,58 @@ class PrefixNames:
 
     @classmethod
     def of(cls, model: ModelIdentity, namespace: Namespace, token_ids: Sequence[int]) -> PrefixNames:
-        """Names the prefix `token_ids` (1 or more ids below 2^32). Raises UsageError for an empty or oversized one."""
+        """Names the whole of `token_ids`; see `Chain`."""
+        return Chain(model, namespace, token_ids).prefix(len(token_ids))
+
+
+class Chain:
+    """The chain of a prompt: hashed once, it names every prefix of it."""
+
+    def __init__(self, model: ModelIdentity, namespace: Namespace, token_ids: Sequence[int]) -> None:
+        """Takes 1 or more ids below 2^32. Raises UsageError for an empty, oversized or otherwise impossible list."""
         if not 1 <= len(token_ids) <= MAX_PREFIX_TOKENS:
             raise UsageError(f"a prefix has 1 to {MAX_PREFIX_TOKENS} tokens, not {len(token_ids)}")
-        length = model.layout.block_tokens
-        link = model.seed(namespace)
-        blocks = []
-        for index, (start, packed) in enumerate(_packed_blocks(token_ids, length)):
-            link = Secret(derive("kvcdn v1 chain", link + struct.pack("<I", len(packed) // 4) + packed))
-            address = Digest(derive("kvcdn v1 block address", link))
-            content_key = Secret(derive("kvcdn v1 content key", link))
-            blocks.append(BlockName(index, start, len(packed) // 4, address, content_key))
+        self.model = model
+        self.tokens = len(token_ids)
+        self.block_tokens = model.layout.block_tokens
+        self._packed = _pack(token_ids)
+        self._links = [model.seed(namespace)]
+        self._whole: list[BlockName] = []
+        for start in range(0, self.tokens - self.block_tokens + 1, self.block_tokens):
+            name, link = self._step(start, start + self.block_tokens)
+            self._whole.append(name)
+            self._links.append(link)
+
+    def prefix(self, tokens: int) -> PrefixNames:
+        """Names the first `tokens` (1 or more) tokens as a document of their own. Raises UsageError for more than there are."""
+        if not 1 <= tokens <= self.tokens:
+            raise UsageError(f"a prompt of {self.tokens} tokens has no prefix of {tokens}")
+        whole, rest = divmod(tokens, self.block_tokens)
+        blocks, link = self._whole[:whole], self._links[whole]
+        if rest:
+            tail, link = self._step(whole * self.block_tokens, tokens)
+            blocks = [*blocks, tail]
         manifest = Digest(derive("kvcdn v1 manifest address", link))
-        return cls(model, tuple(blocks), manifest, len(token_ids))
+        return PrefixNames(self.model, tuple(blocks), manifest, tokens)
+
+    def _step(self, start: int, end: int) -> tuple[BlockName, Secret]:
+        index = start // self.block_tokens
+        link = Secret(
+            derive("kvcdn v1 chain", self._links[index] + struct.pack("<I", end - start) + self._packed[4 * start : 4 * end])
+        )
+        address = Digest(derive("kvcdn v1 block address", link))
+        return BlockName(index, start, end - start, address, Secret(derive("kvcdn v1 content key", link))), link
 
 
-def _packed_blocks(token_ids: Sequence[int], length: int) -> Iterator[tuple[int, bytes]]:
+def _pack(token_ids: Sequence[int]) -> bytes:
+    """u32le of each id."""
     try:
-        packed = array("I", token_ids)
+        packed = array("I", iter(token_ids))  # of a bytes object, array() would take the memory instead of the items
     except (OverflowError, TypeError):
         raise UsageError("token ids must be integers from 0 to 4294967295") from None
-    if sys.byteorder == "big":  # pragma: no cover - no big-endian machine runs torch
+    if sys.byteorder == "big":
         packed.byteswap()
-    data = packed.tobytes()
-    for start in range(0, len(token_ids), length):
-        yield start, data[4 * start : 4 * (start + length)]
+    return packed.tobytes()
 
 
 def model_tag(fingerprint: Digest) -> ModelTag:

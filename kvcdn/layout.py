@@ -76,8 +76,7 @@ class Layout:
     def from_json(cls, value: Any, what: str) -> Layout:
         """Reads the JSON form. Raises CorruptError for any other value, NaN-free and bounded by the limits above."""
         fields = Fields(value, what)
-        if fields.integer("v", 1, 1) != 1:
-            raise CorruptError(f"{what}: unknown layout version")
+        fields.integer("v", 1, 1)
         layers = fields.array("layers", 1, MAX_LAYERS)
         fields.done()
         return cls(tuple(_read_layer(layer, f"{what}: layer {i}") for i, layer in enumerate(layers)))

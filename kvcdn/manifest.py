@@ -115,7 +115,7 @@ def open_manifest(data: bytes, what: str) -> Manifest:
         publisher=envelope.publisher,
     )
     fields.done()
-    if tag != manifest.tag or block_tokens != manifest.layout.block_tokens:
+    if tag != manifest.tag or {block_tokens, manifest.producer.chunk_tokens} != {manifest.layout.block_tokens}:
         raise CorruptError(f"{what}: model tag or block length does not follow from fingerprint and layout")
     _check_counts(manifest, what)
     return manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -55,7 +55,7 @@ class SigningKey:
         """Reads an unencrypted PKCS #8 PEM; `source` names it in errors. Raises UsageError."""
         try:
             key = serialization.load_pem_private_key(pem, password=None)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, UnsupportedAlgorithm):
             key = None
         if not isinstance(key, Ed25519PrivateKey):
             raise UsageError(f"{source} does not hold an Ed25519 private key", hint="make one with: kvcdn keygen")
@@ -91,7 +91,7 @@ class TrustList:
 
     @classmethod
     def of(cls, *keys: PublicKey) -> TrustList:
-        return cls({key: "" for key in keys})
+        return cls(dict.fromkeys(keys, ""))
 
     @classmethod
     def from_text(cls, text: str, source: str) -> TrustList:

@@ -1,0 +1,178 @@
+"""Fetching: the blocks of a prefix into the layers of a cache, while the model may already be running on the first of them.
+
+Worker threads each own some of the blocks. All take layer 0 of their blocks first, then layer 1, and so on, so that the model, which
+reaches layer i after layer i - 1, waits as little as can be. Every piece is verified and decrypted before it is decoded into its place in the
+layer's tensors (FORMAT.md section 6). A layer is ready when all blocks have delivered it; a failure wakes every waiter with the error.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from kvcdn.block import BlockHeader, open_header, open_segment
+from kvcdn.client.transport import ObjectReader, Source
+from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
+from kvcdn.errors import KvcdnError, UnavailableError
+from kvcdn.keys import BlockName, ModelIdentity, block_key
+from kvcdn.model.cache import TokenMajorLayer
+from kvcdn.model.prefill import tensor_bytes
+from kvcdn.seal import ObjectKeys
+from kvcdn.signing import TrustList
+
+STREAMED_BLOCKS = 16
+"""Up to this many blocks each have a connection of their own; longer prefixes are read in ranges."""
+
+MAX_THREADS = 4
+"""Verifying, decrypting and decoding run at some 1 GB/s of KV a thread; four saturate most links."""
+
+
+class PrefixFetch:
+    """Fills `layers` with the KV of `blocks` in the background. Create, hand the layers to a model, `close` when done."""
+
+    def __init__(
+        self,
+        source: Source,
+        model: ModelIdentity,
+        blocks: Sequence[BlockName],
+        *,
+        length: int,
+        capacity: int,
+        device: torch.device,
+        trust: TrustList,
+    ) -> None:
+        """`length` tokens are shown to the model, at most as many as the blocks hold; `capacity` tokens are allocated."""
+        self._source = source
+        self._model = model
+        self._blocks = blocks
+        self._trust = trust
+        self._lock = threading.Lock()
+        self._error: KvcdnError | None = None
+        self._usable = len(blocks)
+        self._pending = [len(blocks)] * len(model.layout.layers)
+        self._ready = [threading.Event() for _ in model.layout.layers]
+        self._delivered = [0] * len(blocks)
+        self._started = time.perf_counter()
+        self.headers: dict[int, BlockHeader] = {}
+        self.bytes_fetched = 0
+        self.seconds = 0.0
+        self.layers = [
+            TokenMajorLayer(spec, capacity, length, device, wait=partial(self.wait_layer, index))
+            for index, spec in enumerate(model.layout.layers)
+        ]
+        count = max(1, min(len(blocks), os.cpu_count() or 1, MAX_THREADS))
+        self._threads = [
+            threading.Thread(target=self._work, args=(blocks[start::count],), name=f"kvcdn-fetch-{start}", daemon=True)
+            for start in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_layer(self, layer: int) -> None:
+        """Returns when `layer` is complete. Raises the error that ended the fetch."""
+        self._ready[layer].wait()
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Returns when every layer is complete. Raises the error that ended the fetch."""
+        for layer in range(len(self._ready)):
+            self.wait_layer(layer)
+        self._join()
+
+    def salvage(self) -> int:
+        """After a failure: how many blocks from the front arrived whole nevertheless. Waits for those still on their way."""
+        self._join()
+        layers = len(self._ready)
+        return next((index for index, done in enumerate(self._delivered) if done < layers), len(self._blocks))
+
+    def close(self) -> None:
+        """Stops what is still on its way. The layers must not be waited for afterwards."""
+        with self._lock:
+            self._usable = 0
+        self._join()
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, mine: Sequence[BlockName]) -> None:
+        scratch = bytearray()
+        steps = [(name, self._steps(name, scratch)) for name in mine]
+        # Request, header, one step a layer, and one to let go of the reader.
+        for _ in range(len(self._ready) + 3):
+            for name, step in steps:
+                self._advance(name, step)
+        self.seconds = max(self.seconds, time.perf_counter() - self._started)
+
+    def _advance(self, name: BlockName, step: Iterator[None]) -> None:
+        if name.index >= self._usable:
+            step.close()  # type: ignore[attr-defined] # a generator
+            return
+        try:
+            next(step, None)
+        except KvcdnError as error:
+            self._fail(name, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the model must not wait for this thread for ever
+            self._fail(name, UnavailableError(f"block {name.address} could not be loaded: {error!r}"))
+
+    def _fail(self, name: BlockName, error: KvcdnError) -> None:
+        with self._lock:
+            self._usable = min(self._usable, name.index)
+            self._error = self._error or error
+        for event in self._ready:
+            event.set()
+
+    def _steps(self, name: BlockName, scratch: bytearray) -> Iterator[None]:
+        """The life of one block, a step at a time, so that a thread can take turns between its blocks."""
+        key = block_key(self._model.tag, name.address)
+        reader = self._source.open(key, ranged=len(self._blocks) > STREAMED_BLOCKS)
+        try:
+            yield
+            header = self._read_header(name, reader)
+            keys = ObjectKeys(name.content_key, header.salt)
+            keys.check_commitment(header.commitment, f"block {name.address}")
+            yield
+            for layer in range(len(self._ready)):
+                stored = reader.read_exact(header.segments[layer].length)
+                self._decode(name, header, keys, layer, stored, scratch)
+                self._deliver(name, layer, len(stored))
+                yield
+        finally:
+            reader.close()
+
+    def _read_header(self, name: BlockName, reader: ObjectReader) -> BlockHeader:
+        what = f"block {name.address}"
+        preamble = bytes(reader.read_exact(PREAMBLE_BYTES))
+        rest = reader.read_exact(envelope_size(preamble, BLOCK_MAGIC, what) - PREAMBLE_BYTES)
+        header = open_header(preamble + bytes(rest), what)
+        self._trust.require(header.publisher, what)
+        header.require(self._model, name, what)
+        with self._lock:
+            self.bytes_fetched += header.envelope_bytes
+            self.headers[name.index] = header
+        return header
+
+    def _decode(
+        self, name: BlockName, header: BlockHeader, keys: ObjectKeys, layer: int, stored: memoryview, scratch: bytearray
+    ) -> None:
+        places = [tensor[name.start : name.end] for tensor in self.layers[layer].storage]
+        on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
+        open_segment(header, keys, layer, stored, scratch, [tensor_bytes(tensor) for tensor in on_cpu])
+        for place, tensor in zip(places, on_cpu, strict=True):
+            if place is not tensor:
+                place.copy_(tensor)
+
+    def _deliver(self, name: BlockName, layer: int, count: int) -> None:
+        with self._lock:
+            self.bytes_fetched += count
+            self._delivered[name.index] += 1
+            self._pending[layer] -= 1
+            complete = self._pending[layer] == 0
+        if complete:
+            self._ready[layer].set()

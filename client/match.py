@@ -1,0 +1,55 @@
+"""Matching: the longest published prefix of a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcdn.client.transport import Source
+from kvcdn.keys import BlockName, Chain
+
+_BOUNDARIES_TRIED = 8
+"""Shorter tails tried, longest first, where the longest is not published: each costs a request."""
+
+
+@dataclass(frozen=True)
+class PublishedPrefix:
+    """The blocks that lead a prompt and exist; empty where none does."""
+
+    blocks: tuple[BlockName, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks[-1].end if self.blocks else 0
+
+
+def find_published(source: Source, chain: Chain, boundaries: tuple[int, ...]) -> PublishedPrefix:
+    """The longest prefix of `chain` at `source` that ends on a whole block or on one of the `boundaries` (token counts).
+
+    In the common case, a published document before a question, this is one request.
+    """
+    length = chain.block_tokens
+    whole_end = chain.tokens // length * length
+    ends = sorted({end for end in boundaries if 0 < end <= chain.tokens}, reverse=True)
+    longest = ends[0] if ends else whole_end
+    if not longest:
+        return PublishedPrefix(())
+    blocks = chain.prefix(longest).blocks
+    matched = _match(source, chain, blocks)
+    whole = min(matched, longest // length)
+    if whole == longest // length and whole_end > whole * length:
+        # Everything up to the boundary is there: a longer document may have been published that goes on like this prompt.
+        all_whole = chain.prefix(whole_end).blocks
+        beyond = _match(source, chain, all_whole[whole:])
+        if beyond:
+            return PublishedPrefix(all_whole[: whole + beyond])
+    if matched == len(blocks):
+        return PublishedPrefix(blocks)
+    for end in [end for end in ends if whole * length < end < (whole + 1) * length and end != longest][:_BOUNDARIES_TRIED]:
+        tail = chain.prefix(end).blocks[-1:]
+        if _match(source, chain, tail):
+            return PublishedPrefix(blocks[:whole] + tail)
+    return PublishedPrefix(blocks[:whole])
+
+
+def _match(source: Source, chain: Chain, blocks: tuple[BlockName, ...]) -> int:
+    return source.match(chain.model.tag, [block.address for block in blocks])

@@ -1,0 +1,74 @@
+"""Reports: what a prompt's cache came from, what it cost, and, where the model had to prefill, why."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UnsupportedModelError, UntrustedError
+
+
+class MissReason(enum.StrEnum):
+    """Why tokens were prefilled here instead of loaded. The same words in reports, logs and metrics."""
+
+    NOT_PUBLISHED = "not-published"
+    UNAVAILABLE = "unavailable"
+    CORRUPT = "corrupt"
+    UNTRUSTED = "untrusted"
+    UNSUPPORTED_MODEL = "unsupported-model"
+    REFUSED = "refused"
+
+    @classmethod
+    def of(cls, error: KvcdnError) -> Self:
+        """The reason that `error` amounts to."""
+        for kind, reason in (
+            (NotFoundError, cls.NOT_PUBLISHED),
+            (UntrustedError, cls.UNTRUSTED),
+            (CorruptError, cls.CORRUPT),
+            (UnavailableError, cls.UNAVAILABLE),
+            (UnsupportedModelError, cls.UNSUPPORTED_MODEL),
+        ):
+            if isinstance(error, kind):
+                return reason
+        return cls.REFUSED
+
+
+@dataclass
+class Report:
+    """One prompt. Tokens and bytes are counts; `seconds` by stage are wall time and may overlap.
+
+    `tokens_reused` were loaded, the rest of `tokens_total` was prefilled. `reason` and `detail` are set where less was reused than the
+    prompt offered. `seconds_saved` is what prefilling the reused tokens takes on this machine, as last measured, less the time spent on
+    loading them; None where that speed is not known yet.
+    """
+
+    source: str
+    tokens_total: int = 0
+    tokens_reused: int = 0
+    blocks_reused: int = 0
+    bytes_fetched: int = 0
+    bytes_raw: int = 0
+    reason: MissReason | None = None
+    detail: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    seconds_saved: float | None = None
+
+    def miss(self, error: KvcdnError) -> None:
+        """Records why reuse ended where it did."""
+        self.reason, self.detail = MissReason.of(error), str(error)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`; field names are stable."""
+        rounded = {stage: round(seconds, 4) for stage, seconds in self.seconds.items()}
+        saved = None if self.seconds_saved is None else round(self.seconds_saved, 3)
+        return {**asdict(self), "seconds": rounded, "seconds_saved": saved}
+
+    def __str__(self) -> str:
+        line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused, {self.bytes_fetched / 1e6:.1f} MB fetched"
+        if "first_token" in self.seconds:
+            line += f", first token after {self.seconds['first_token']:.2f} s"
+        if self.seconds_saved is not None:
+            verb = "saved" if self.seconds_saved >= 0 else "lost"
+            line += f", {abs(self.seconds_saved):.1f} s {verb}"
+        return f"{line} ({self.reason}: {self.detail})" if self.reason else line

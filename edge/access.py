@@ -1,0 +1,46 @@
+"""The access log and the request metrics: one structured line for every answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+
+from kvcdn.edge.metrics import Metrics
+from kvcdn.edge.respond import Note
+
+_UNREAD = Note("unreadable")
+
+access_log = logging.getLogger("kvcdn.edge.access")
+
+
+class AccessLogger(AbstractAccessLogger):
+    """Sees every finished response. One is made per connection."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        super().__init__(access_log, "")
+        self._metrics = metrics
+
+    @classmethod
+    def maker(cls, metrics: Metrics) -> Callable[[logging.Logger, str], AccessLogger]:
+        """What aiohttp calls for a logger, in place of the class."""
+        return lambda _logger, _format: cls(metrics)
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        # Answers that are not ours are aiohttp's, to what is not HTTP.
+        note: Note = getattr(response, "note", _UNREAD)
+        size: int = 0 if request.method == "HEAD" else getattr(response, "sent", 0)
+        self._metrics.observe(note.route, response.status, note.cache, size, time)
+        if access_log.isEnabledFor(logging.INFO):
+            line = {
+                "method": request.method,
+                "route": note.route,
+                "key": note.subject,
+                "status": response.status,
+                "bytes": size,
+                "seconds": round(time, 6),
+                "cache": note.cache,
+            }
+            access_log.info("request", extra={"fields": line})

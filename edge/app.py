@@ -1,0 +1,189 @@
+"""The application: routes, and what each request gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from kvcdn.edge.conditions import Precondition, evaluate, range_applies
+from kvcdn.edge.fetch import Fetcher, Found, Refused
+from kvcdn.edge.guard import Guard
+from kvcdn.edge.match import MAX_BODY_BYTES, MatchRequest, match_chain
+from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
+from kvcdn.edge.outcome import CacheOutcome, Reason, cache_status
+from kvcdn.edge.presence import Presence
+from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
+from kvcdn.edge.respond import IMMUTABLE, NO_STORE, FileResponse, FileSlice, HeadResponse, Note, PlainResponse
+from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.target import ObjectName
+from kvcdn.errors import CorruptError, UnavailableError
+
+SMALL_BYTES = 64 * 1024
+"""Bodies up to this are read and sent with their headers in one go: cheaper than a sendfile of their own."""
+
+BODY_SECONDS = 10.0
+"""What a client may take to send the body of a match."""
+
+RETRY_SECONDS = 1
+
+_JSON = {"Content-Type": "application/json", "Cache-Control": NO_STORE}
+
+
+class Edge:
+    """Answers requests. Everything it needs is given; it owns nothing that must be closed."""
+
+    def __init__(self, fetcher: Fetcher, presence: Presence, cache: DiskCache, guard: Guard, metrics: Metrics) -> None:
+        self._fetcher, self._presence, self._cache = fetcher, presence, cache
+        self._guard, self._metrics = guard, metrics
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Any request at all."""
+        path = request.rel_url.raw_path
+        if path == "/healthz":
+            return self._only(("GET", "HEAD"), request, Note("health")) or _health()
+        if not self._guard.allows(request.headers.get("Authorization")):
+            return PlainResponse.text(Note("denied"), 401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+        name = ObjectName.from_path(path) if not request.rel_url.raw_query_string else None
+        if name is not None:
+            return self._only(("GET", "HEAD"), request, Note("object", name.short)) or await self._object(request, name)
+        match path:
+            case "/v1/match":
+                return self._only(("POST",), request, Note("match")) or await self._match(request)
+            case "/metrics":
+                return self._only(("GET", "HEAD"), request, Note("metrics")) or self._show_metrics()
+        return PlainResponse.text(Note("other"), 404, "there is nothing under this path", {})
+
+    def _only(self, methods: tuple[str, ...], request: web.BaseRequest, note: Note) -> PlainResponse | None:
+        if request.method in methods:
+            return None
+        return PlainResponse.text(note, 405, f"use {' or '.join(methods)}", {"Allow": ", ".join(methods)})
+
+    async def _object(self, request: web.BaseRequest, name: ObjectName) -> web.StreamResponse:
+        try:
+            result = await self._fetcher.get(name)
+        except OSError as error:
+            note = Note("object", name.short, CacheOutcome.REFUSED)
+            message = f"the edge cannot open a file ({error.strerror})"
+            return PlainResponse.text(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
+        if isinstance(result, Refused):
+            return _refuse(name, result)
+        return self._serve(request, name, result)
+
+    def _serve(self, request: web.BaseRequest, name: ObjectName, found: Found) -> web.StreamResponse:
+        note = Note("object", name.short, found.outcome)
+        headers = {
+            "ETag": f'"{found.etag}"',
+            "Cache-Control": IMMUTABLE,
+            "Accept-Ranges": "bytes",
+            "Age": str(found.age),
+            "Cache-Status": cache_status(found.outcome),
+        }
+        given = request.headers
+        precondition = evaluate(given.getall("If-Match", ()), given.getall("If-None-Match", ()), found.etag)
+        if precondition is not Precondition.PROCEED:
+            found.file.close()
+            return _without_body(note, precondition, headers)
+        # A Range field means something for GET only (RFC 9110 section 14.2).
+        ranges = given.getall("Range", ()) if request.method == "GET" else ()
+        part = select_range(ranges if range_applies(given.getall("If-Range", ()), found.etag) else (), found.size)
+        if part is RangeOutcome.UNSATISFIABLE:
+            found.file.close()
+            headers |= {"Content-Range": f"bytes */{found.size}", "Cache-Control": NO_STORE}
+            return PlainResponse.text(note, 416, f"the object has {found.size} bytes", headers)
+        return self._send(request, name, note, found, headers, part if isinstance(part, ByteRange) else None)
+
+    def _send(
+        self,
+        request: web.BaseRequest,
+        name: ObjectName,
+        note: Note,
+        found: Found,
+        headers: dict[str, str],
+        part: ByteRange | None,
+    ) -> web.StreamResponse:
+        status, start, length = 200, 0, found.size
+        if part is not None:
+            status, (start, length) = 206, part
+            headers["Content-Range"] = part.content_range(found.size)
+        headers |= {"Content-Type": "application/octet-stream", "Content-Length": str(length)}
+        if request.method == "HEAD":
+            found.file.close()
+            return HeadResponse(note, status, headers)
+        if length > SMALL_BYTES:
+            return FileResponse(note, status, headers, FileSlice(found.file, start, length), lambda: self._drop(name))
+        body = FileSlice(found.file, start, length).read()
+        if len(body) < length:
+            self._drop(name)
+            return PlainResponse.text(note, 503, "the cached file is damaged; try again", {"Retry-After": str(RETRY_SECONDS)})
+        return PlainResponse(note, status, headers, body)
+
+    def _drop(self, name: ObjectName) -> None:
+        self._cache.drop_key(name.key, "it could not be read to its end")
+
+    async def _match(self, request: web.BaseRequest) -> web.StreamResponse:
+        note = Note("match")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await _read_body(request)
+        except TimeoutError:
+            return _close(PlainResponse.text(note, 408, f"the body did not come within {BODY_SECONDS:.0f} s", {}))
+        if body is None:
+            return _close(PlainResponse.text(note, 413, f"a match has at most {MAX_BODY_BYTES} bytes", {}))
+        try:
+            asked = MatchRequest.parse(body)
+        except CorruptError as error:
+            return PlainResponse.text(note, 400, str(error), {})
+        note = Note("match", f"{len(asked.keys)} blocks")
+        try:
+            result = await match_chain(asked.keys, self._presence)
+        except UnavailableError as error:
+            return PlainResponse.text(note, 504, str(error), {})
+        detail = {} if result.complete else {"Cache-Status": cache_status(CacheOutcome.HIT, Reason.ORIGIN_UNAVAILABLE)}
+        note = Note("match", f"{len(result.sizes)} of {len(asked.keys)} blocks")
+        return PlainResponse(note, 200, {**_JSON, **detail}, result.encode())
+
+    def _show_metrics(self) -> PlainResponse:
+        headers = {"Content-Type": CONTENT_TYPE, "Cache-Control": NO_STORE}
+        return PlainResponse(Note("metrics"), 200, headers, self._metrics.render())
+
+
+def _health() -> PlainResponse:
+    return PlainResponse.text(Note("health"), 200, "ok", {})
+
+
+def _refuse(name: ObjectName, refused: Refused) -> PlainResponse:
+    refusal = refused.refusal
+    headers = {"Cache-Status": cache_status(refused.outcome, refusal.reason)}
+    if refusal.status in (503, 504):
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    return PlainResponse.text(Note("object", name.short, refused.outcome), refusal.status, refusal.message, headers)
+
+
+def _without_body(note: Note, precondition: Precondition, headers: Mapping[str, str]) -> PlainResponse:
+    if precondition is Precondition.NOT_MODIFIED:
+        return PlainResponse(note, precondition.value, headers)
+    message = "the object under this name has another entity tag"
+    return PlainResponse.text(note, precondition.value, message, {**headers, "Cache-Control": NO_STORE})
+
+
+async def _read_body(request: web.BaseRequest) -> bytes | None:
+    """The request's body; None where it is larger than a match may be."""
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        return None
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    body = bytearray()
+    while piece := await request.content.readany():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            return None
+    return bytes(body)
+
+
+def _close(response: PlainResponse) -> PlainResponse:
+    """After `response` the connection ends: the rest of the request is not worth reading."""
+    response.force_close()
+    return response

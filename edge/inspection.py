@@ -1,0 +1,93 @@
+"""Inspection: everything an edge can check of an object without keys (FORMAT.md section 6), as its bytes stream by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcdn.block import SegmentVerifier, open_header
+from kvcdn.digest import Digest, ModelTag, hash_bytes
+from kvcdn.edge.target import Kind, ObjectName
+from kvcdn.envelope import BLOCK_MAGIC, MANIFEST_MAGIC, PREAMBLE_BYTES, envelope_size
+from kvcdn.errors import CorruptError
+from kvcdn.manifest import open_manifest
+from kvcdn.signing import PublicKey, TrustList
+
+
+class BodyCheck(Protocol):
+    """Takes all bytes of an object, from its first, in pieces of any size."""
+
+    def update(self, piece: bytes | memoryview) -> None:
+        """Raises CorruptError as soon as something is wrong."""
+
+    def finish(self) -> None:
+        """Raises CorruptError where bytes are missing."""
+
+
+@dataclass(frozen=True)
+class ObjectHead:
+    """What an object's envelope says, after its signature, publisher and name were checked."""
+
+    size: int
+    """Bytes of the whole object; the signature covers it."""
+    etag: str
+    body: BodyCheck
+
+
+class _ManifestBody:
+    """A manifest is its envelope: only its length is left to check."""
+
+    def __init__(self, size: int, what: str) -> None:
+        self._left, self._what = size, what
+
+    def update(self, piece: bytes | memoryview) -> None:
+        self._left -= len(piece)
+        if self._left < 0:
+            raise CorruptError(f"{self._what}: trailing bytes behind the envelope")
+
+    def finish(self) -> None:
+        if self._left:
+            raise CorruptError(f"{self._what}: truncated, {self._left} bytes are missing")
+
+
+def read_head(name: ObjectName, pieces: Iterator[bytes]) -> bytes:
+    """Bytes from `pieces` until the envelope is complete; at most an envelope and one piece. Raises CorruptError.
+
+    May return fewer where the object ends: `inspect_head` then says so.
+    """
+    head = bytearray()
+    needed = PREAMBLE_BYTES
+    for piece in pieces:
+        head += piece
+        if needed == PREAMBLE_BYTES and len(head) >= PREAMBLE_BYTES:
+            needed = envelope_size(head[:PREAMBLE_BYTES], _magic(name.kind), str(name))
+        if len(head) >= needed:
+            break
+    return bytes(head)
+
+
+def inspect_head(name: ObjectName, head: bytes, trust: TrustList | None) -> ObjectHead:
+    """Checks the envelope at the start of `head`. Raises CorruptError, and UntrustedError where there is a list."""
+    what = str(name)
+    if name.kind is Kind.BLOCK:
+        header = open_header(head, what)
+        _check_names(name, header.address, header.model, header.publisher, trust)
+        return ObjectHead(header.size, str(header.etag), SegmentVerifier(header))
+    size = envelope_size(head, MANIFEST_MAGIC, what)
+    manifest = open_manifest(head[:size], what)
+    _check_names(name, manifest.address, manifest.tag, manifest.publisher, trust)
+    return ObjectHead(size, str(hash_bytes(head[:size])), _ManifestBody(size, what))
+
+
+def _magic(kind: Kind) -> bytes:
+    return BLOCK_MAGIC if kind is Kind.BLOCK else MANIFEST_MAGIC
+
+
+def _check_names(
+    name: ObjectName, address: Digest, tag: ModelTag, publisher: PublicKey | None, trust: TrustList | None
+) -> None:
+    if trust is not None and publisher is not None:
+        trust.require(publisher, str(name))
+    if address != name.address or tag != name.tag:
+        raise CorruptError(f"{name}: another object lies under this name, {address} of model {tag}")

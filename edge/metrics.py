@@ -1,0 +1,66 @@
+"""Metrics: what an edge counts, in a registry of its own."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvcdn.edge.storage import DiskCache
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+"""From a hit on loopback to a fill over a slow link."""
+
+
+class Metrics:
+    """The counters. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "kvcdn_edge_requests", "Requests answered.", ["route", "status", "cache"], registry=self.registry
+        )
+        self.response_bytes = Counter("kvcdn_edge_response_body_bytes", "Body bytes sent.", ["route"], registry=self.registry)
+        self.seconds = Histogram(
+            "kvcdn_edge_request_seconds",
+            "From a request's headers to the last byte of its answer.",
+            ["route"],
+            buckets=SECONDS_BUCKETS,
+            registry=self.registry,
+        )
+        self.origin_requests = Counter(
+            "kvcdn_edge_origin_requests", "Requests to the origin.", ["operation"], registry=self.registry
+        )
+        self.origin_bytes = Counter("kvcdn_edge_origin_bytes", "Object bytes filled from the origin.", registry=self.registry)
+        self.fills = Counter("kvcdn_edge_fills", "Fills ended, by how.", ["outcome"], registry=self.registry)
+        self.fills_running = Gauge("kvcdn_edge_fills_running", "Fills under way or waiting.", registry=self.registry)
+
+    def watch(self, cache: DiskCache) -> None:
+        """Shows the state of `cache` besides."""
+        self.registry.register(_CacheCollector(cache))
+
+    def observe(self, route: str, status: int, cache: str, size: int, seconds: float) -> None:
+        """Counts one answered request."""
+        self.requests.labels(route, str(status), cache).inc()
+        self.response_bytes.labels(route).inc(size)
+        self.seconds.labels(route).observe(seconds)
+
+    def render(self) -> bytes:
+        """The exposition text, of type CONTENT_TYPE."""
+        return generate_latest(self.registry)
+
+
+class _CacheCollector(Collector):
+    def __init__(self, cache: DiskCache) -> None:
+        self._cache = cache
+
+    def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
+        return [
+            GaugeMetricFamily("kvcdn_edge_cache_bytes", "Disk taken by complete objects.", value=self._cache.used),
+            GaugeMetricFamily("kvcdn_edge_cache_capacity_bytes", "The hard cap.", value=self._cache.capacity),
+            GaugeMetricFamily("kvcdn_edge_cache_objects", "Objects in the cache.", value=len(self._cache)),
+            CounterMetricFamily("kvcdn_edge_evictions", "Objects evicted.", value=self._cache.evicted),
+        ]

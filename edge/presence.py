@@ -1,0 +1,67 @@
+"""Presence: which objects exist, here or at the origin, and how large they are; asked once and remembered a while."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvcdn.edge.memory import FadingMemory
+from kvcdn.edge.metrics import Metrics
+from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.threads import in_thread
+from kvcdn.store import BlobStore
+
+RUNNING_STATS = 8
+"""Questions to the origin at once: each holds a thread and a connection."""
+
+PRESENT_REMEMBERED = 65536
+"""Sizes remembered, some 20 MB at most: documents of 300 million tokens in all."""
+
+PRESENT_SECONDS = 600.0
+"""Objects are immutable, but an operator may delete them."""
+
+ABSENT_REMEMBERED = 16384
+
+ABSENT_SECONDS = 2.0
+"""What is published now is found two seconds later."""
+
+
+class Presence:
+    """Sizes of objects by key. For the event loop's thread."""
+
+    def __init__(self, store: BlobStore, cache: DiskCache, metrics: Metrics) -> None:
+        self._store, self._cache, self._metrics = store, cache, metrics
+        self._present: FadingMemory[int] = FadingMemory(PRESENT_REMEMBERED)
+        self._absent: FadingMemory[bool] = FadingMemory(ABSENT_REMEMBERED)
+        self._asking: dict[str, asyncio.Task[int | None]] = {}
+        self._places = asyncio.Semaphore(RUNNING_STATS)
+
+    def known_size(self, key: str) -> int | None:
+        """The size of an object that is cached or was seen at the origin lately; None says nothing."""
+        size = self._cache.size_of(key)
+        return self._present.get(key) if size is None else size
+
+    async def size(self, key: str) -> int | None:
+        """The object's size, or None where it does not exist; asks the origin if need be. Raises UnavailableError."""
+        size = self.known_size(key)
+        if size is not None or self._absent.get(key):
+            return size
+        question = self._asking.get(key)
+        if question is None:
+            question = self._asking[key] = asyncio.create_task(self._ask(key), name=f"stat {key}")
+            question.add_done_callback(lambda task: self._answered(key, task))
+        return await asyncio.shield(question)
+
+    async def _ask(self, key: str) -> int | None:
+        async with self._places:
+            self._metrics.origin_requests.labels("stat").inc()
+            info = await in_thread(self._store.stat, key)
+        if info is None:
+            self._absent.put(key, value=True, seconds=ABSENT_SECONDS)
+            return None
+        self._present.put(key, info.size, PRESENT_SECONDS)
+        return info.size
+
+    def _answered(self, key: str, question: asyncio.Task[int | None]) -> None:
+        del self._asking[key]
+        if not question.cancelled():
+            question.exception()  # marks it as seen: whoever asked was told, if still there

@@ -1,0 +1,134 @@
+"""Responses: headers of our own and bodies by sendfile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import FileIO
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from kvcdn.edge.outcome import CacheOutcome
+
+SERVER = "kvcdn"
+
+PIECE_BYTES = 4 << 20
+"""Sent between two looks at the clock; a power of two well above what a socket buffers."""
+
+STALL_SECONDS = 60.0
+"""A client that does not take a piece within this is cut off: 70 kB/s, below any link that a cache pays on."""
+
+IMMUTABLE = "public, max-age=31536000, immutable"
+"""Objects never change under their name (RFC 8246)."""
+
+NO_STORE = "no-store"
+"""What is missing or broken now may be there in a moment."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the log and the metrics say of a request."""
+
+    route: str
+    subject: str = ""
+    cache: CacheOutcome = CacheOutcome.NONE
+
+
+class PlainResponse(web.Response):
+    """A response whose body is at hand."""
+
+    def __init__(self, note: Note, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
+        super().__init__(status=status, headers={"Server": SERVER, **headers}, body=body)
+        self.note = note
+        self.sent = len(body)
+
+    @classmethod
+    def text(cls, note: Note, status: int, message: str, headers: Mapping[str, str]) -> PlainResponse:
+        """One line for people."""
+        line = " ".join(message.split()) + "\n"
+        headers = {"Content-Type": "text/plain; charset=utf-8", "Cache-Control": NO_STORE, **headers}
+        return cls(note, status, headers, line.encode("utf-8", "replace"))
+
+
+class HeadResponse(web.StreamResponse):
+    """The headers of a response to GET, for HEAD."""
+
+    def __init__(self, note: Note, status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(status=status, headers={"Server": SERVER, **headers})
+        self.note = note
+        self.sent = 0
+
+
+@dataclass(frozen=True)
+class FileSlice:
+    """`length` bytes of an open file from `start`."""
+
+    file: FileIO
+    start: int
+    length: int
+
+    def read(self) -> bytes:
+        """The bytes, fewer where the file ends early; closes the file."""
+        with self.file:
+            return os.pread(self.file.fileno(), self.length, self.start)
+
+
+class FileResponse(web.StreamResponse):
+    """Part of a file, from the page cache to the socket without passing through this process. Closes the file."""
+
+    def __init__(
+        self,
+        note: Note,
+        status: int,
+        headers: Mapping[str, str],
+        source: FileSlice,
+        on_short: Callable[[], None],
+    ) -> None:
+        """`on_short` is called where the file does not hold what it should."""
+        super().__init__(status=status, headers={"Server": SERVER, **headers})
+        self.note = note
+        self.sent = 0
+        self._source, self._on_short = source, on_short
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Sends headers and body. Raises ConnectionError where the client left, stalled, or must be cut off."""
+        try:
+            writer = await super().prepare(request)
+            transport = request.transport
+            if transport is None:
+                raise ConnectionResetError("the client left")
+            try:
+                await self._send(transport)
+            except BaseException:
+                # The length is announced: only a broken connection tells the client that the body is not complete.
+                transport.abort()
+                raise
+            return writer
+        finally:
+            self._source.file.close()
+
+    async def _send(self, transport: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        source = self._source
+        while self.sent < source.length:
+            count = min(PIECE_BYTES, source.length - self.sent)
+            try:
+                async with asyncio.timeout(STALL_SECONDS):
+                    sent = await loop.sendfile(transport, source.file, source.start + self.sent, count, fallback=False)
+            except TimeoutError:
+                raise ConnectionResetError("the client stopped reading") from None
+            except RuntimeError as error:
+                # The transport is closing, or the first sendfile of a piece failed, which asyncio words like this.
+                raise ConnectionResetError(str(error)) from error
+            except ConnectionError:
+                raise
+            except OSError as error:
+                self._on_short()
+                raise ConnectionResetError(f"reading the file failed: {error.strerror}") from None
+            self.sent += sent
+            if sent < count:
+                self._on_short()
+                raise ConnectionResetError("the file ended early")

@@ -1,0 +1,183 @@
+"""An edge's settings: one frozen model, from a TOML file, the environment and the command line."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from kvcdn.errors import UsageError
+
+ENV_PREFIX = "KVCDN_EDGE_"
+
+SAMPLE = "infra/edge.toml"
+
+MIN_CAPACITY_BYTES = 1 << 20
+"""Less than this holds no block of any model; it is a unit forgotten."""
+
+MAX_CAPACITY_BYTES = 1 << 60
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)")
+
+_LISTEN = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9.-]{1,253})):([0-9]{1,5})")
+
+MAX_PORT = 65535
+
+
+def parse_size(value: Any) -> int:
+    """Bytes of `200GB`, `1.5TiB` or a plain number: GB counts in thousands, GiB in 1,024s. Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(str(value).strip())
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{str(value)[:40]!r} is not a size; write a number and a unit, such as 200GB or 180GiB")
+    return int(Decimal(match.group(1)) * unit)
+
+
+def _checked_capacity(value: int) -> int:
+    if not MIN_CAPACITY_BYTES <= value <= MAX_CAPACITY_BYTES:
+        raise ValueError(f"{value} bytes; an edge needs 1MiB or more")
+    return value
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where the edge listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> ListenAddress:
+        """Reads `127.0.0.1:8400`, `[::1]:8400` or `localhost:8400`. Raises ValueError."""
+        match = _LISTEN.fullmatch(text)
+        if match is None or int(match.group(3)) > MAX_PORT:
+            raise ValueError(f"{text[:80]!r} is not HOST:PORT")
+        return cls(match.group(1) or match.group(2), int(match.group(3)))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it. A name other than `localhost` may resolve to anything: it counts as outside."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def url(self, port: int) -> str:
+        """The base URL when bound to `port`."""
+        return f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
+
+
+def _checked_listen(text: str) -> str:
+    ListenAddress.parse(text)
+    return text
+
+
+class EdgeSettings(BaseSettings):
+    """Everything an edge is told. Read once, at the start; nothing changes while it runs."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True, hide_input_in_errors=True
+    )
+
+    origin: str = Field(min_length=1, description="Where objects come from: a folder, s3://bucket/prefix, http(s)://host.")
+    endpoint: str | None = Field(default=None, description="The S3 endpoint, for a server that is not AWS.")
+    origin_token: SecretStr | None = Field(default=None, description="Bearer token for an http(s) origin that asks for one.")
+    cache_dir: Path = Field(
+        default=Path("~/.cache/kvcdn/edge"), description="Folder of cached objects, of this edge alone; made with mode 0700."
+    )
+    capacity: Annotated[int, BeforeValidator(parse_size), AfterValidator(_checked_capacity)] = Field(
+        default=20 * 1000**3, description="Hard cap of the cache on disk, in bytes or with a unit: 200GB, 180GiB."
+    )
+    listen: Annotated[str, AfterValidator(_checked_listen)] = Field(
+        default="127.0.0.1:8400", description="HOST:PORT to listen on. Port 0 takes a free one."
+    )
+    trust_file: Path | None = Field(
+        default=None,
+        description="Publishers whose objects may be cached, a key a line. Without it, any valid signature will do.",
+    )
+    token: SecretStr | None = Field(default=None, description="Bearer token that every request but /healthz must carry.")
+    token_file: Path | None = Field(default=None, description="File that holds the token, in place of `token`.")
+    insecure_http: bool = Field(
+        default=False,
+        description="Listen in plain HTTP on more than loopback. Asks for a token, which then travels unencrypted.",
+    )
+    keepalive_seconds: float = Field(
+        default=15.0,
+        gt=0,
+        le=3600,
+        description="An idle connection, or one that is slow to send its headers, is closed after this.",
+    )
+    max_request_line_bytes: int = Field(default=4096, ge=512, le=65536, description="Longest request line.")
+    max_header_bytes: int = Field(default=8190, ge=512, le=65536, description="Longest single header field.")
+    max_headers: int = Field(default=64, ge=16, le=1024, description="Most header fields of a request.")
+    shutdown_seconds: float = Field(
+        default=5.0, ge=0, le=300, description="How long running responses may go on once the edge is told to stop."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe level that is logged. Requests are logged at info."
+    )
+    ready_file: Path | None = Field(
+        default=None, description="Written, once the edge accepts connections, with its URL: for whoever started it."
+    )
+
+    @property
+    def address(self) -> ListenAddress:
+        return ListenAddress.parse(self.listen)
+
+
+def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> EdgeSettings:
+    """Settings from, strongest first: `overrides`, the environment (KVCDN_EDGE_*), the file at `path`, the defaults.
+
+    An override of None counts as not given. Raises UsageError that names the field and the place it came from.
+    """
+    from_file = _read_file(path) if path is not None else {}
+    given = {key: value for key, value in overrides.items() if value is not None}
+    _refuse_unknown_environment()
+    try:
+        from_environment = EnvSettingsSource(EdgeSettings)()
+        return EdgeSettings(**{**from_file, **from_environment, **given})
+    except ValidationError as error:
+        raise UsageError("edge settings: " + "; ".join(_problems(error)), hint=f"{SAMPLE} explains every setting") from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read settings from {path}: {error}", hint=f"{SAMPLE} is a sample to start from") from None
+
+
+def _refuse_unknown_environment() -> None:
+    known = {ENV_PREFIX + name.upper() for name in EdgeSettings.model_fields}
+    for name in sorted(os.environ):
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise UsageError(f"the environment sets {name}, which is no setting", hint=f"{SAMPLE} names every setting")
+
+
+def _problems(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors(include_input=False, include_url=False):
+        field = ".".join(str(part) for part in problem["loc"])
+        match problem["type"]:
+            case "extra_forbidden":
+                yield f"{field} is no setting"
+            case "missing":
+                yield f"{field} is missing"
+            case _:
+                yield f"{field}: {problem['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,305 @@
+"""Storage: the disk cache. One file an object, a hard cap, and a folder that any crash leaves usable.
+
+    <folder>/lock                                              held by the one edge that uses the folder
+    <folder>/staging/<file name>                               being written; removed at the next start
+    <folder>/objects/<aa>/<address>.<tag>.<kind>.<size>.<id>   complete, synced and checked
+
+An object's size is part of its file's name, so that a start needs no file opened: what is shorter or longer than its name says is
+deleted. The id is new for every file, so that deleting an evicted file never touches its successor. The first use of a
+file after a start checks its envelope again, against the trust list of today.
+
+`DiskCache` belongs to the event loop's thread and only opens and forgets files; whatever may take long (`Staging`, deleting
+victims) is done by the threads that fill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+
+from kvcdn.digest import Digest, ModelTag
+from kvcdn.edge.eviction import LruEviction
+from kvcdn.edge.target import Kind, ObjectName
+from kvcdn.errors import UnavailableError, UsageError
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What a disk answers that takes no more: no space, no quota, no file this large."""
+
+FOLDER_MODE = 0o700
+"""What is cached here is ciphertext, yet which documents are in use is nobody else's business."""
+
+FILE_MODE = 0o600
+
+_FANOUT = 256
+"""Folders of objects, by the address's first two digits: made once, so that a fill syncs one existing folder."""
+
+_ID_BYTES = 4
+
+_FILE = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{32})\.(block|manifest)\.([0-9]{1,11})\.[0-9a-f]{8}")
+
+log = logging.getLogger("kvcdn.edge.storage")
+
+
+@dataclass(slots=True)
+class Entry:
+    """One cached object."""
+
+    path: Path
+    size: int
+    stored_at: float
+    """Unix time in seconds."""
+    etag: str | None
+    """None until the envelope was checked in this process."""
+
+
+@dataclass(frozen=True)
+class OpenEntry:
+    """A cached object, opened: stays readable even if it is evicted meanwhile. Whoever gets it closes the file."""
+
+    file: FileIO
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class Room:
+    """Space set aside for one object. The victims must be deleted before the first byte is written."""
+
+    name: ObjectName
+    size: int
+    staging: Path
+    final: Path
+    victims: tuple[Path, ...] = field(repr=False)
+
+
+class DiskCache:
+    """The index of a cache folder and the way to its files."""
+
+    def __init__(self, folder: Path, capacity: int) -> None:
+        """Takes the folder over, making it if need be, and indexes it.
+
+        Raises UsageError where another edge uses it, UnavailableError where the disk refuses.
+        """
+        self._folder = folder.expanduser().absolute()
+        self._eviction = LruEviction(capacity)
+        self._entries: dict[str, Entry] = {}
+        self.evicted = 0
+        """Objects evicted since the start."""
+        try:
+            self._make_folders()
+            self._lock = _take_lock(self._folder / "lock")
+            self._scan()
+        except OSError as error:
+            raise UnavailableError(
+                f"cannot use the cache folder {self._folder}: {error.strerror}", hint="name another folder with cache_dir"
+            ) from None
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def capacity(self) -> int:
+        return self._eviction.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes charged for complete objects."""
+        return self._eviction.used
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def close(self) -> None:
+        """Lets another edge use the folder."""
+        os.close(self._lock)
+
+    def size_of(self, key: str) -> int | None:
+        """The size of a cached object; not a use of it."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.size
+
+    def open(self, key: str) -> OpenEntry | None:
+        """Opens a cached object, which counts as a use; None where there is none, or none any more.
+
+        A file that vanished or has another size than it should is forgotten: the caller fills again. Raises OSError where
+        the process has no file descriptors left.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        try:
+            file = FileIO(entry.path)
+        except FileNotFoundError:
+            self.drop(key, entry, "it vanished from the disk")
+            return None
+        if os.fstat(file.fileno()).st_size != entry.size:
+            file.close()
+            self.drop(key, entry, "its size changed on disk")
+            return None
+        self._eviction.touch(key)
+        return OpenEntry(file, entry)
+
+    def drop(self, key: str, entry: Entry, reason: str) -> None:
+        """Forgets and deletes an object that must not be served; does nothing where the index holds a newer file."""
+        if self._entries.get(key) is not entry:
+            return
+        log.warning("dropped %s from the cache: %s", key, reason)
+        del self._entries[key]
+        self._eviction.remove(key)
+        delete_files([entry.path])
+
+    def drop_key(self, key: str, reason: str) -> None:
+        """As `drop`, of whatever the index holds under `key`."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.drop(key, entry, reason)
+
+    def reserve(self, name: ObjectName, size: int) -> Room | None:
+        """Sets room aside for an object of `size` bytes; None where the cap leaves none."""
+        victims = self._eviction.reserve(size)
+        if victims is None:
+            return None
+        file = f"{name.address}.{name.tag}.{name.kind}.{size}.{secrets.token_hex(_ID_BYTES)}"
+        folder = self._folder / "objects" / str(name.address)[:2]
+        return Room(name, size, self._folder / "staging" / file, folder / file, self._forget(victims))
+
+    def commit(self, room: Room, etag: str) -> None:
+        """Adds the object that now lies, complete, in its room."""
+        self._eviction.commit(room.name.key, room.size)
+        old = self._entries.pop(room.name.key, None)
+        self._entries[room.name.key] = Entry(room.final, room.size, time.time(), etag)
+        if old is not None:
+            delete_files([old.path])
+
+    def release(self, room: Room) -> None:
+        """Gives a room back in which nothing lies."""
+        self._eviction.release(room.size)
+
+    def relieve(self, size: int) -> tuple[Path, ...]:
+        """Forgets objects of `size` bytes or more together, because the disk is full below the cap; the files to delete."""
+        return self._forget(self._eviction.relieve(size))
+
+    def _forget(self, victims: Iterable[str]) -> tuple[Path, ...]:
+        paths = tuple(self._entries.pop(key).path for key in victims)
+        self.evicted += len(paths)
+        return paths
+
+    def _make_folders(self) -> None:
+        self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        for name in ("staging", "objects"):
+            (self._folder / name).mkdir(mode=FOLDER_MODE, exist_ok=True)
+        for number in range(_FANOUT):
+            (self._folder / "objects" / f"{number:02x}").mkdir(mode=FOLDER_MODE, exist_ok=True)
+        sync_folder(self._folder / "objects")
+        sync_folder(self._folder)
+
+    def _scan(self) -> None:
+        """Indexes what an earlier edge left, oldest first; deletes what is unfinished, damaged, double or over the cap."""
+        delete_files(Path(item.path) for item in os.scandir(self._folder / "staging"))
+        found: list[tuple[str, Entry]] = []
+        for number in range(_FANOUT):
+            found.extend(_scan_folder(self._folder / "objects" / f"{number:02x}"))
+        for key, entry in sorted(found, key=lambda item: item[1].stored_at):
+            old = self._entries.pop(key, None)
+            if old is not None:
+                delete_files([old.path])
+            self._entries[key] = entry
+            self._eviction.add(key, entry.size)
+        delete_files(self._forget(self._eviction.trim()))
+
+
+class Staging:
+    """A file that becomes a cached object, or nothing at all. For one thread."""
+
+    def __init__(self, room: Room | None) -> None:
+        """Opens an empty file in `room`, whose victims are deleted first; without a room, a nameless temporary file."""
+        self._room = room
+        if room is None:
+            with tempfile.TemporaryFile(buffering=0) as file:
+                self._file = os.dup(file.fileno())
+        else:
+            delete_files(room.victims)
+            self._file = os.open(room.staging, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+
+    def write(self, piece: bytes) -> None:
+        """Appends `piece`. Raises OSError; one of DISK_FULL where the disk takes no more."""
+        view = memoryview(piece)
+        while view:
+            view = view[os.write(self._file, view) :]
+
+    def commit(self) -> int:
+        """Makes the object durable under its final name. Its file descriptor, open for reading, is the caller's now."""
+        if self._room is not None:
+            os.fsync(self._file)
+            self._room.staging.rename(self._room.final)
+            sync_folder(self._room.final.parent)
+        return self._file
+
+    def discard(self) -> None:
+        """Leaves nothing behind, after a failure anywhere, `commit` included."""
+        os.close(self._file)
+        if self._room is not None:
+            delete_files([self._room.staging, self._room.final])
+
+
+def delete_files(paths: Iterable[Path]) -> None:
+    """Deletes `paths`; one that is gone already, or does not go, is no reason to stop serving."""
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cannot delete %s: %s", path, error.strerror)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _take_lock(path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(handle, 16, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(handle)
+        raise UsageError(
+            f"the cache folder {path.parent} is in use by another edge (process {holder})",
+            hint="give every edge a cache_dir of its own, or stop the other one",
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n".encode("ascii"), 0)
+    return handle
+
+
+def _scan_folder(folder: Path) -> Iterator[tuple[str, Entry]]:
+    for item in os.scandir(folder):
+        match = _FILE.fullmatch(item.name)
+        if match is None:
+            log.warning("%s is none of ours and counts for nothing", item.path)
+            continue
+        address, tag, kind, digits = match.groups()
+        with contextlib.suppress(FileNotFoundError):
+            found = item.stat(follow_symlinks=False)
+            path = Path(item.path)
+            if found.st_size != int(digits) or item.is_symlink():
+                log.warning("deleted %s: it has %d bytes", path, found.st_size)
+                delete_files([path])
+                continue
+            name = ObjectName(Kind(kind), ModelTag(bytes.fromhex(tag)), Digest(bytes.fromhex(address)))
+            yield name.key, Entry(path, found.st_size, found.st_mtime, None)

@@ -1,0 +1,132 @@
+"""The user's own keys on disk: signing keys, the trust list, namespace secrets. The only core module that reads files.
+
+    <config>/keys/<name>.pem          Ed25519 signing key, PKCS #8, mode 0600
+    <config>/trust                    publishers to accept, a public key and a name a line
+    <config>/namespaces/<name>        32 random bytes in hexadecimal, mode 0600
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+
+from kvcdn.errors import NotFoundError, UnavailableError, UsageError
+from kvcdn.keys import NAMESPACE_SECRET_MIN_BYTES, Namespace
+from kvcdn.paths import config_dir
+from kvcdn.signing import PublicKey, SigningKey, TrustList
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+_MAX_FILE_BYTES = 1 << 20
+"""No key or trust file is larger; a wrong path may be anything."""
+
+
+def signing_key_path(name: str = "default") -> Path:
+    """Where the signing key `name` lies. Raises UsageError for a name that is not a plain word."""
+    return config_dir() / "keys" / f"{_plain(name)}.pem"
+
+
+def load_signing_key(path: Path) -> SigningKey:
+    """Reads a signing key. Raises NotFoundError or UsageError."""
+    return SigningKey.from_pem(_read(path, "signing key", "make one with: kvcdn keygen"), str(path))
+
+
+def create_signing_key(path: Path) -> SigningKey:
+    """Makes a new signing key at `path` and trusts it. Raises UsageError where a file is there already."""
+    key = SigningKey.generate()
+    _write_secret(path, key.to_pem())
+    trust_publisher(key.public, f"myself ({path.stem})")
+    return key
+
+
+def load_or_create_signing_key(path: Path) -> tuple[SigningKey, bool]:
+    """The key at `path`, made now if there is none; True where it was made."""
+    if path.exists():
+        return load_signing_key(path), False
+    return create_signing_key(path), True
+
+
+def trust_path() -> Path:
+    """The user's trust list."""
+    return config_dir() / "trust"
+
+
+def load_trust(path: Path | None = None) -> TrustList:
+    """The trust list at `path`, or the user's, which may be missing and then trusts nobody. Raises NotFoundError or UsageError."""
+    if path is None:
+        path = trust_path()
+        if not path.exists():
+            return TrustList({})
+    text = _read(path, "trust list", "add publishers with: kvcdn keygen --trust KEY")
+    return TrustList.from_text(text.decode("utf-8", "replace"), str(path))
+
+
+def trust_publisher(key: PublicKey, name: str, path: Path | None = None) -> bool:
+    """Adds `key` to the trust list; False where it was on it."""
+    path = path or trust_path()
+    if path.exists() and key in load_trust(path).names:
+        return False
+    words = " ".join(name.replace("#", " ").split())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{key.text} {words}\n")
+    except OSError as error:
+        raise UnavailableError(f"cannot write the trust list {path}: {error.strerror}") from None
+    return True
+
+
+def namespace_path(name: str) -> Path:
+    """Where the secret of namespace `name` lies."""
+    return config_dir() / "namespaces" / _plain(name)
+
+
+def create_namespace(name: str) -> Path:
+    """Makes a new namespace secret and returns its path. Raises UsageError where there is one already."""
+    path = namespace_path(name)
+    _write_secret(path, secrets.token_hex(NAMESPACE_SECRET_MIN_BYTES).encode("ascii") + b"\n")
+    return path
+
+
+def load_namespace(name: str | None) -> Namespace:
+    """The namespace `name`, or the public one for None. Raises NotFoundError or UsageError."""
+    if name is None:
+        return Namespace.public()
+    path = namespace_path(name)
+    text = _read(path, f"secret of namespace {name!r}", f"make one with: kvcdn keygen --namespace {name}, or copy the file here")
+    try:
+        return Namespace.private(name, bytes.fromhex(text.decode("ascii").strip()))
+    except ValueError:
+        raise UsageError(f"{path} does not hold a namespace secret in hexadecimal") from None
+
+
+def _plain(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name[:80]!r} is not a name: use up to 64 letters, digits, dots, dashes and underscores")
+    return name
+
+
+def _read(path: Path, what: str, hint: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_FILE_BYTES)
+    except (FileNotFoundError, IsADirectoryError):
+        raise NotFoundError(f"there is no {what} at {path}", hint=hint) from None
+    except OSError as error:
+        raise UnavailableError(f"cannot read the {what} at {path}: {error.strerror}") from None
+
+
+def _write_secret(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise UsageError(f"{path} exists already and is not overwritten", hint="choose another name, or move it away") from None
+    except OSError as error:
+        raise UnavailableError(f"cannot write {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

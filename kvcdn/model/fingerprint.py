@@ -1,0 +1,192 @@
+"""Model fingerprints from a checkpoint's files (FORMAT.md 2.1, 2.2), computed once per file state and remembered. No torch.
+
+Files, because engines rename and fuse tensors in memory while the checkpoint is the same everywhere; every weight, because
+a name or a revision says nothing about what was loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvcdn import canonical
+from kvcdn.digest import Digest, derive, hash_bytes
+from kvcdn.errors import CorruptError, NotFoundError, UnsupportedModelError
+from kvcdn.paths import cache_dir
+
+_IRRELEVANT = frozenset(
+    """
+    _name_or_path _model_name_or_path _commit_hash transformers_version torch_dtype dtype use_cache
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id task_specific_params
+    id2label label2id problem_type finetuning_task output_attentions output_hidden_states return_dict
+    return_dict_in_generate tokenizer_class attn_implementation _attn_implementation
+    _attn_implementation_autoset initializer_range auto_map temperature top_k top_p typical_p do_sample
+    num_beams num_beam_groups num_return_sequences max_length min_length length_penalty repetition_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size diversity_penalty early_stopping bad_words_ids
+    suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty prefix output_scores chunk_size_feed_forward pruned_heads
+    """.split()
+)
+"""Configuration keys that cannot decide the KV: FORMAT.md 2.2 is the list. What is not here counts."""
+
+_MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
+"""The limit safetensors itself sets."""
+
+_MAX_REMEMBERED = 256
+"""Checkpoints whose fingerprints are kept; the oldest go."""
+
+
+def fingerprint_checkpoint(folder: Path) -> Digest:
+    """The fingerprint of the checkpoint in `folder`; 32 bytes.
+
+    Raises NotFoundError without weights, UnsupportedModelError for weights that are not safetensors, CorruptError for broken files.
+    """
+    files = [folder / "config.json", *_weight_files(folder)]
+    state = _file_state(files)
+    remembered = _Memory(cache_dir() / "fingerprints.json")
+    known = remembered.get(str(folder.resolve()), state)
+    if known is not None:
+        return known
+    config = read_config(folder)
+    computed = _fingerprint(config, _tensor_lines(files[1:]))
+    if _file_state(files) == state:
+        remembered.put(str(folder.resolve()), state, computed)
+    return computed
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The raw config.json of a checkpoint. Raises NotFoundError or CorruptError."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise NotFoundError(f"{folder} has no config.json", hint="give the folder of a transformers checkpoint") from None
+    except (ValueError, OSError) as error:
+        raise CorruptError(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise CorruptError(f"{path} is not a JSON object")
+    return config
+
+
+def relevant_config(config: Any) -> Any:
+    """`config` without the keys that cannot decide the KV, numbers in the form of FORMAT.md 2.2."""
+    if isinstance(config, dict):
+        return {key: relevant_config(value) for key, value in config.items() if key not in _IRRELEVANT}
+    if isinstance(config, list):
+        return [relevant_config(value) for value in config]
+    if isinstance(config, float):
+        return "f:" + (repr(config) if math.isfinite(config) else str(config))
+    if isinstance(config, int) and not isinstance(config, bool) and abs(config) > canonical.MAX_INTEGER:
+        return f"i:{config}"
+    return config
+
+
+def _fingerprint(config: Mapping[str, Any], tensor_lines: bytes) -> Digest:
+    encoded = canonical.encode(relevant_config(config))
+    return Digest(derive("kvcdn v1 model fingerprint", struct.pack("<I", len(encoded)) + encoded + tensor_lines))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptError(f"{index} cannot be read: {error!r}") from None
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise CorruptError(f"{index} names files outside its folder")
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise NotFoundError(f"{folder} lacks {missing[0]}, which its index names", hint="download the checkpoint again")
+        return [folder / name for name in names]
+    if single.is_file():
+        return [single]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.gguf")) or any(folder.glob("*.pt")):
+        raise UnsupportedModelError(
+            f"the weights in {folder} are not safetensors, and other formats are not read",
+            hint="convert once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(new_folder)",
+        )
+    raise NotFoundError(f"{folder} has no model.safetensors", hint="give the folder of a transformers checkpoint")
+
+
+def _tensor_lines(files: list[Path]) -> bytes:
+    lines: dict[str, bytes] = {}
+    for path in files:
+        for name, line in _hash_tensors(path):
+            if name in lines:
+                raise CorruptError(f"{path} repeats the tensor {name!r}")
+            lines[name] = line
+    return b"".join(lines[name] for name in sorted(lines, key=lambda name: name.encode("utf-8")))
+
+
+def _hash_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+        for name, dtype, shape, start, end in _read_safetensors_header(view, path):
+            with view[start:end] as data:
+                digest = hash_bytes(data, parallel=True)
+            yield name, canonical.encode([name, dtype, shape, str(digest)]) + b"\n"
+
+
+def _read_safetensors_header(view: memoryview, path: Path) -> list[tuple[str, str, list[int], int, int]]:
+    try:
+        (length,) = struct.unpack_from("<Q", view)
+        if length > min(_MAX_SAFETENSORS_HEADER_BYTES, len(view) - 8):
+            raise ValueError("header longer than the file")
+        header = json.loads(bytes(view[8 : 8 + length]))
+        header.pop("__metadata__", None)
+        base = 8 + int(length)
+        entries = []
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            if not 0 <= start <= end <= len(view) - base:
+                raise ValueError(f"tensor {name!r} lies outside the file")
+            entries.append((name, entry["dtype"], entry["shape"], base + start, base + end))
+        return entries
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CorruptError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _file_state(files: list[Path]) -> list[list[int | str]]:
+    stats = [(path.name, path.stat()) for path in files]
+    return [[name, s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats]
+
+
+class _Memory:
+    """Fingerprints by folder and file state. Losing it costs a second; a damaged file is ignored and rewritten."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            content = json.loads(self._path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def get(self, folder: str, state: list[list[int | str]]) -> Digest | None:
+        entry = self._load().get(folder)
+        if isinstance(entry, dict) and entry.get("state") == state:
+            with suppress(CorruptError):
+                return Digest.parse(entry.get("fingerprint"), "remembered fingerprint")
+        return None
+
+    def put(self, folder: str, state: list[list[int | str]], fingerprint: Digest) -> None:
+        entries = self._load()
+        entries.pop(folder, None)
+        entries[folder] = {"state": state, "fingerprint": str(fingerprint)}
+        kept = dict(list(entries.items())[-_MAX_REMEMBERED:])
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
+                json.dump(kept, file)
+            os.replace(file.name, self._path)

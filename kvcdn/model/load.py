@@ -1,0 +1,115 @@
+"""Loading a model with its tokenizer, and binding a loaded model to its identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcdn.errors import CorruptError, KvcdnError, UnsupportedModelError, UsageError
+from kvcdn.keys import ModelIdentity
+from kvcdn.model.cache import probe_layout
+from kvcdn.model.checkpoint import Checkpoint, resolve_checkpoint
+from kvcdn.model.fingerprint import fingerprint_checkpoint, relevant_config
+from kvcdn.producer import Producer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory, its tokenizer, and what its KV is bound to."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    identity: ModelIdentity
+
+    @property
+    def producer(self) -> Producer:
+        """What computes here: versions, device, attention kernel, and the schedule of one pass per block."""
+        return Producer(
+            torch=str(torch.__version__),
+            transformers=transformers.__version__,
+            device=str(self.model.device),
+            attention=str(self.model.config._attn_implementation),  # noqa: SLF001 - the library offers no public name
+            chunk_tokens=self.identity.layout.block_tokens,
+        )
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions the model was made for, or None where its configuration does not say."""
+        value = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return value if isinstance(value, int) else None
+
+
+def load_model(name: str, device: str = "cpu") -> LoadedModel:
+    """Loads the model `name` (folder, hub id or alias) and binds it to its checkpoint. Raises a KvcdnError."""
+    return bind_model(*load_transformers(name, device))
+
+
+def load_transformers(name: str, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Checkpoint]:
+    """Loads the model `name` in its checkpoint's dtype, ready to run. Raises NotFoundError, UnsupportedModelError or UsageError."""
+    checkpoint = resolve_checkpoint(name)
+    # The fingerprint comes first: it refuses weights we do not read before anything loads them.
+    fingerprint_checkpoint(checkpoint.folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModelError(f"transformers cannot load {name} as a causal language model: {_first_line(error)}") from None
+    try:
+        return model.to(device).eval(), tokenizer, checkpoint
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"the model cannot be moved to the device {device!r}: {_first_line(error)}") from None
+
+
+def bind_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | str | None = None
+) -> LoadedModel:
+    """Binds a model that the caller loaded to its checkpoint's identity; by default the checkpoint it was loaded from.
+
+    Raises UsageError or UnsupportedModelError where what is in memory cannot be what the checkpoint's files say.
+    """
+    if model.training:
+        raise UsageError("the model is in training mode, where dropout makes its cache random", hint="call model.eval() first")
+    if checkpoint is None:
+        checkpoint = str(model.config._name_or_path)  # noqa: SLF001 - the only record of where it came from
+    if isinstance(checkpoint, str):
+        checkpoint = resolve_checkpoint(checkpoint)
+    _require_same_config(model, checkpoint.folder)
+    fingerprint = fingerprint_checkpoint(checkpoint.folder)
+    identity = ModelIdentity(fingerprint, probe_layout(model), checkpoint.name)
+    return LoadedModel(model, tokenizer, identity)
+
+
+def _require_same_config(model: PreTrainedModel, folder: Path) -> None:
+    try:
+        stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CorruptError(f"{folder / 'config.json'} cannot be read: {_first_line(error)}") from None
+    is_, should = (_flat(relevant_config(config.to_dict())) for config in (model.config, stored))
+    for key in sorted(is_.keys() | should.keys()):
+        if is_.get(key) != should.get(key):
+            raise UnsupportedModelError(
+                f"the model in memory has {key} = {is_.get(key)!r}, its checkpoint says {should.get(key)!r}",
+                hint="load the model without overrides, or save it as a checkpoint of its own",
+            )
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat.update(_flat(item, f"{prefix}.{key}" if prefix else str(key)))
+    return flat
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, KvcdnError):
+        return str(error)
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,83 @@
+"""Prefill on the schedule: one forward pass per block, at absolute positions (ARCHITECTURE.md, decisions).
+
+On one software stack the result is the same to the bit, whoever runs it, whatever follows the block, on any number of threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvcdn.errors import UnsupportedModelError
+from kvcdn.layout import Layout
+from kvcdn.model.cache import TokenMajorLayer, build_cache, cache_argument
+
+
+@dataclass(frozen=True)
+class PrefilledBlock:
+    """The KV of one block, token-major on the CPU: `layers[i]` = (K [n, heads, dim], V [n, heads, dim]); n = end - start."""
+
+    start: int
+    end: int
+    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    seconds: float
+
+    def raw_layers(self) -> list[list[memoryview]]:
+        """The raw bytes of every tensor, without a copy."""
+        return [[tensor_bytes(tensor) for tensor in layer] for layer in self.layers]
+
+
+class ScheduledPrefill:
+    """Runs `model` over a prefix block by block; `cache` may go on being used for decoding."""
+
+    def __init__(self, model: PreTrainedModel, layout: Layout, capacity: int) -> None:
+        self._model = model
+        self._layout = layout
+        self._layers = [TokenMajorLayer(spec, capacity, 0, model.device) for spec in layout.layers]
+        self.cache: Cache = build_cache(model, self._layers)
+        # The body without the head: no logits are wanted, and the KV is the same.
+        self._body = getattr(model, model.base_model_prefix, model)
+        self._cache_argument = cache_argument(self._body.forward)
+
+    def run(self, token_ids: Sequence[int], start: int = 0) -> Iterator[PrefilledBlock]:
+        """Prefills `token_ids[start:]`, from a block's start, and yields each block when it is done."""
+        length = self._layout.block_tokens
+        for begin in range(start, len(token_ids), length):
+            yield self._run_block(token_ids[begin : begin + length], begin)
+
+    def _run_block(self, token_ids: Sequence[int], start: int) -> PrefilledBlock:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
+            self._body(input_ids=tokens, use_cache=True, **{self._cache_argument: self.cache})
+        end = start + len(token_ids)
+        layers = tuple(_block_tensors(layer, start, end) for layer in self._layers)
+        return PrefilledBlock(start, end, layers, time.perf_counter() - started)
+
+    def restore(self, layer: int, tensor: int, start: int, end: int) -> torch.Tensor:
+        """The place of tokens `start` to `end` of a tensor, [n, heads, dim], to be filled by the caller before `resume`."""
+        return self._layers[layer].storage[tensor][start:end]
+
+    def resume(self, tokens: int) -> None:
+        """Declares the first `tokens` tokens valid, after `restore` filled them."""
+        for layer in self._layers:
+            layer.declare(tokens)
+
+
+def _block_tensors(layer: TokenMajorLayer, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if layer.get_seq_length() != end:
+        raise UnsupportedModelError(
+            f"after {end} tokens a cache layer holds {layer.get_seq_length()}: this model does not keep one entry a token"
+        )
+    key, value = (tensor[start:end].cpu() for tensor in layer.storage)
+    return key, value
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as writable bytes, without a copy."""
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")

@@ -1,0 +1,93 @@
+"""The S3 client: how boto3 is set up for AWS and for other servers."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvcdn.errors import UsageError
+from kvcdn.stores.http import is_loopback
+
+CONNECT_SECONDS = 5
+STALL_SECONDS = 30
+"""Longest silence while an answer is awaited or read."""
+
+TRIES = 3
+"""Of each request, with pauses of up to 1 and 2 seconds: a restarted server is waited for, a dead one is told soon."""
+
+CONNECTIONS = 32
+"""Idle connections kept: as many as threads that fetch at once."""
+
+DEFAULT_REGION = "us-east-1"
+"""For servers that have no regions; AWS's tells us where a bucket really is."""
+
+URL_HINT = "write s3://bucket/prefix, for servers other than AWS s3://bucket/prefix?endpoint=http://host:port"
+CREDENTIALS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run: aws configure"
+BUCKET_HINT = "check the bucket's name and the endpoint, or create it"
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+"""Bucket names as AWS defines them; other servers allow no less."""
+
+
+def checked_bucket(bucket: str) -> str:
+    """`bucket` itself. Raises UsageError for what cannot be one."""
+    if not _BUCKET.fullmatch(bucket):
+        raise UsageError(f"{bucket[:80]!r} is not a bucket: 3 to 63 small letters, digits, dots, dashes", hint=URL_HINT)
+    return bucket
+
+
+def is_aws(endpoint: str) -> bool:
+    """Whether `endpoint` is AWS itself: it takes bucket names as host names and lists in key order."""
+    host = urlsplit(endpoint).hostname or ""
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+
+
+def connect(endpoint: str | None, region: str | None, profile: str | None) -> tuple[Any, str]:
+    """A client, and in words which credentials it uses. Sends no request to the store.
+
+    Raises UsageError for a malformed endpoint and for missing credentials, and what botocore raises for its own files.
+    """
+    from boto3.session import Session  # noqa: PLC0415 - it takes a third of a second to load: only who uses S3 pays
+
+    endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+    if endpoint is not None:
+        _check_endpoint(endpoint)
+    session = Session(profile_name=profile, region_name=region)
+    credentials = session.get_credentials()
+    if credentials is None:
+        raise UsageError("there are no credentials for S3", hint=CREDENTIALS_HINT)
+    client = _client(session, endpoint, path_style=endpoint is not None and not is_aws(endpoint))
+    if endpoint is None and not is_aws(client.meta.endpoint_url):  # AWS's configuration file named another server
+        client = _client(session, client.meta.endpoint_url, path_style=True)
+    return client, f"access key {credentials.access_key} (from: {credentials.method})"
+
+
+def _client(session: Any, endpoint: str | None, *, path_style: bool) -> Any:
+    from botocore.config import Config  # noqa: PLC0415 - as above
+
+    config = Config(
+        signature_version="s3v4",
+        s3={"addressing_style": "path" if path_style else "virtual"},
+        retries={"mode": "standard", "total_max_attempts": TRIES},
+        connect_timeout=CONNECT_SECONDS,
+        read_timeout=STALL_SECONDS,
+        max_pool_connections=CONNECTIONS,
+        # We send our own checksums: botocore would send them as a trailer, which not every server reads.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        proxies={} if endpoint and is_loopback(urlsplit(endpoint).hostname or "") else None,
+    )
+    region = session.region_name or DEFAULT_REGION
+    return session.client("s3", endpoint_url=endpoint, region_name=region, config=config)
+
+
+def _check_endpoint(endpoint: str) -> None:
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.username is not None or parts.query or parts.fragment:
+        raise UsageError("the endpoint of an s3:// store is not a plain http(s) URL", hint="write http://host:port")

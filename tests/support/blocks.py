@@ -1,0 +1,105 @@
+"""Published documents made of random bytes: real envelopes, signatures, encryption and hashes, without a model."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from kvcdn.block import open_header, seal_block
+from kvcdn.digest import Digest, hash_bytes
+from kvcdn.keys import ModelIdentity, Namespace, PrefixNames, block_key, manifest_key
+from kvcdn.layout import Layout
+from kvcdn.manifest import BlockEntry, Manifest
+from kvcdn.producer import Producer
+from kvcdn.signing import SigningKey
+from kvcdn.store import BlobStore
+
+CREATED = 1_700_000_000
+"""A fixed time, so that manifests of equal documents differ only where their blocks do."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One published prefix: its names, the key that signed it, and every object it consists of."""
+
+    model: ModelIdentity
+    names: PrefixNames
+    key: SigningKey
+    token_ids: tuple[int, ...] = field(repr=False)
+    manifest_key: str
+    manifest_bytes: bytes = field(repr=False)
+    blocks: dict[str, bytes] = field(repr=False)
+    """Object key to stored bytes, in chain order."""
+    raw: dict[str, list[list[bytes]]] = field(repr=False)
+    """Object key to the raw tensors, by layer and tensor."""
+
+    @property
+    def objects(self) -> dict[str, bytes]:
+        """Every object under its key: blocks in order, the manifest last."""
+        return {**self.blocks, self.manifest_key: self.manifest_bytes}
+
+    @property
+    def addresses(self) -> list[str]:
+        return [str(block.address) for block in self.names.blocks]
+
+    def publish(self, store: BlobStore) -> None:
+        """Creates every object in `store`, blocks first."""
+        for key, data in self.objects.items():
+            store.create(key, [data])
+
+
+def make_model(*, layers: int = 2, heads: int = 2, dim: int = 32, dtype: str = "bfloat16", seed: int = 0) -> ModelIdentity:
+    """A model identity whose fingerprint follows from `seed`; by default 512 bytes a token, hence blocks of 1,024 tokens."""
+    fingerprint = Digest(hash_bytes(b"test model %d" % seed))
+    return ModelIdentity(fingerprint, Layout.uniform_kv(layers, heads, dim, dtype), f"test-model-{seed}")
+
+
+def make_producer(model: ModelIdentity) -> Producer:
+    """A producer as a publisher of `model` would record it."""
+    return Producer("2.6", "5.15", "cpu", "sdpa", model.layout.block_tokens)
+
+
+def make_document(
+    *,
+    tokens: int = 2500,
+    layers: int = 2,
+    heads: int = 2,
+    dim: int = 32,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    key: SigningKey | None = None,
+) -> Document:
+    """A document of `tokens` random tokens with random KV. Equal `seed`s give equal names; the layout gives the block length."""
+    rng = random.Random(seed)
+    model = make_model(layers=layers, heads=heads, dim=dim, dtype=dtype)
+    token_ids = tuple(rng.randrange(50_000) for _ in range(tokens))
+    names = PrefixNames.of(model, Namespace.public(), token_ids)
+    key = key or SigningKey.generate()
+    producer = make_producer(model)
+    blocks: dict[str, bytes] = {}
+    raw: dict[str, list[list[bytes]]] = {}
+    entries = []
+    for name in names.blocks:
+        tensors = [
+            [rng.randbytes(name.tokens * tensor.bytes_per_token) for tensor in layer.tensors] for layer in model.layout.layers
+        ]
+        data = b"".join(seal_block(model, name, producer, tensors, key))
+        object_key = block_key(model.tag, name.address)
+        blocks[object_key], raw[object_key] = data, tensors
+        entries.append(BlockEntry(name.address, name.tokens, len(data), open_header(data, "block").etag))
+    manifest = Manifest(
+        address=names.manifest_address,
+        fingerprint=model.fingerprint,
+        model_name=model.name,
+        layout=model.layout,
+        precision=model.precision,
+        tokens=tokens,
+        blocks=tuple(entries),
+        created=CREATED,
+        expires=None,
+        label="",
+        producer=producer,
+    )
+    return Document(
+        model, names, key, token_ids, manifest_key(model.tag, names.manifest_address), manifest.seal(key), blocks, raw
+    )

@@ -1,0 +1,202 @@
+"""Edges for tests: as a real process, or in a thread of this one before a store that the test watches; and a small HTTP client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+from kvcdn.edge.launch import RunningEdge, launch_edge
+from kvcdn.edge.serve import ServingEdge, serving
+from kvcdn.edge.settings import load_settings
+from kvcdn.errors import UnavailableError
+from kvcdn.store import BlobInfo, BlobStore
+
+CLIENT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One HTTP response, read to its end."""
+
+    status: int
+    headers: Message
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def connect(url: str) -> http.client.HTTPConnection:
+    """A keep-alive connection to an edge."""
+    return http.client.HTTPConnection(url.removeprefix("http://"), timeout=CLIENT_SECONDS)
+
+
+def exchange(
+    connection: http.client.HTTPConnection,
+    path: str,
+    method: str = "GET",
+    headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+) -> Reply:
+    """One request on `connection`."""
+    connection.request(method, path, body=body, headers=dict(headers or {}))
+    response = connection.getresponse()
+    return Reply(response.status, response.headers, response.read())
+
+
+def ask(
+    url: str,
+    path: str,
+    method: str = "GET",
+    headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+) -> Reply:
+    """One request on a connection of its own."""
+    with contextlib.closing(connect(url)) as connection:
+        return exchange(connection, path, method, headers, body)
+
+
+def ask_match(url: str, tag: object, addresses: Sequence[str]) -> Reply:
+    """A match of `addresses`."""
+    return ask(url, "/v1/match", "POST", body=json.dumps({"addresses": list(addresses), "model": str(tag)}).encode())
+
+
+def metric(url: str, sample: str) -> float:
+    """The value of one line of /metrics, such as `kvcdn_edge_origin_requests_total{operation="get"}`; 0 where there is none."""
+    for line in ask(url, "/metrics").body.decode().splitlines():
+        name, _, value = line.rpartition(" ")
+        if name == sample:
+            return float(value)
+    return 0.0
+
+
+def origin_gets(url: str) -> float:
+    """Objects that the edge asked its origin for."""
+    return metric(url, 'kvcdn_edge_origin_requests_total{operation="get"}')
+
+
+def origin_stats(url: str) -> float:
+    """Lookups that the edge asked its origin for."""
+    return metric(url, 'kvcdn_edge_origin_requests_total{operation="stat"}')
+
+
+def disk_bytes(cache_dir: Path) -> int:
+    """Bytes of all files of objects, complete or not."""
+    total = 0
+    for path in cache_dir.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and path.name != "lock":
+                total += path.stat().st_size
+    return total
+
+
+def object_files(cache_dir: Path) -> list[Path]:
+    """The files of complete objects."""
+    return sorted(path for path in (cache_dir / "objects").rglob("*") if path.is_file())
+
+
+@contextlib.contextmanager
+def running_edge(origin_url: str, cache_dir: Path, **settings: Any) -> Iterator[RunningEdge]:
+    """A real edge process on a free port of 127.0.0.1."""
+    with launch_edge(origin=origin_url, cache_dir=cache_dir, **settings) as edge:
+        yield edge
+
+
+class WatchedStore:
+    """A store as an edge's origin, seen by the test: it counts, can hold streams back, and can be down."""
+
+    def __init__(self, inner: BlobStore) -> None:
+        self.inner = inner
+        self.streams: list[str] = []
+        self.stats: list[str] = []
+        self.down = False
+        self.go = threading.Event()
+        """Streams wait for this behind their first piece."""
+        self.go.set()
+        self.streaming = threading.Event()
+        """Set once a stream has begun."""
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def stat(self, key: str) -> BlobInfo | None:
+        self.stats.append(key)
+        self._refuse_if_down(key)
+        return self.inner.stat(key)
+
+    def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        return self.inner.read(key, start, length)
+
+    def stream(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
+        self.streams.append(key)
+        self._refuse_if_down(key)
+        return self._pieces(key, self.inner.stream(key, start, length))
+
+    def create(self, key: str, pieces: Sequence[bytes]) -> bool:
+        return self.inner.create(key, pieces)
+
+    def list(self, prefix: str) -> Iterator[BlobInfo]:
+        return self.inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+
+    def _pieces(self, key: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        self.streaming.set()
+        for piece in pieces:
+            middle = len(piece) // 2
+            yield piece[:middle]
+            self.go.wait(CLIENT_SECONDS)
+            self._refuse_if_down(key)
+            yield piece[middle:]
+
+    def _refuse_if_down(self, key: str) -> None:
+        if self.down:
+            raise UnavailableError(f"{self.url}: {key} is out of reach")
+
+
+@contextlib.contextmanager
+def edge_in_thread(store: BlobStore, cache_dir: Path, **settings: Any) -> Iterator[ServingEdge]:
+    """An edge before `store`, on real sockets, in a thread of this process."""
+    checked = load_settings(None, {"origin": "memory:", "cache_dir": cache_dir, "listen": "127.0.0.1:0", **settings})
+    started: list[ServingEdge] = []
+    failed: list[BaseException] = []
+    up = threading.Event()
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+
+    async def live() -> None:
+        async with serving(checked, store) as edge:
+            started.append(edge)
+            up.set()
+            await stop.wait()
+
+    def work() -> None:
+        try:
+            loop.run_until_complete(live())
+        except BaseException as error:  # noqa: BLE001 - the test's thread raises it
+            failed.append(error)
+        finally:
+            loop.close()
+            up.set()
+
+    thread = threading.Thread(target=work, name="edge under test")
+    thread.start()
+    up.wait(CLIENT_SECONDS)
+    try:
+        if failed:
+            raise failed[0]
+        yield started[0]
+    finally:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+        thread.join(CLIENT_SECONDS)

@@ -1,0 +1,367 @@
+"""Fills: one per object however many ask, nothing served or stored that fails a check, and an origin in trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.blocks import Document, make_document
+from support.edge_process import (
+    WatchedStore,
+    ask,
+    connect,
+    disk_bytes,
+    edge_in_thread,
+    exchange,
+    metric,
+    object_files,
+    origin_gets,
+    running_edge,
+)
+
+from kvcdn.envelope import PREAMBLE_BYTES
+from kvcdn.signing import SigningKey
+from kvcdn.stores.folder import FolderStore
+from kvcdn.stores.memory import MemoryStore
+
+READERS = 64
+
+
+@pytest.fixture(scope="module")
+def document() -> Document:
+    return make_document(tokens=1500)
+
+
+def _first(document: Document) -> tuple[str, bytes]:
+    return next(iter(document.blocks.items()))
+
+
+def _published(document: Document) -> WatchedStore:
+    store = WatchedStore(MemoryStore())
+    document.publish(store)
+    return store
+
+
+def test_many_cold_requests_are_one_origin_request(document: Document, tmp_path: Path) -> None:
+    """Whole objects, ranges and HEAD for one object, all at once: the origin is asked once, and all are answered."""
+    store = _published(document)
+    key, data = _first(document)
+    store.go.clear()
+    with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(READERS) as pool:
+
+        def read(number: int) -> bool:
+            match number % 4:
+                case 0:
+                    return ask(edge.url, f"/{key}", "HEAD").headers["Content-Length"] == str(len(data))
+                case 1:
+                    return ask(edge.url, f"/{key}", headers={"Range": "bytes=100-199999"}).body == data[100:200000]
+                case _:
+                    return ask(edge.url, f"/{key}").body == data
+
+        replies = [pool.submit(read, number) for number in range(READERS)]
+        assert store.streaming.wait(10)
+        time.sleep(0.2)
+        store.go.set()
+        assert [True] * READERS == [reply.result(30) for reply in replies]
+        assert [key] == store.streams
+        assert 1 == origin_gets(edge.url)
+        assert 1 == metric(edge.url, 'kvcdn_edge_requests_total{cache="miss",route="object",status="200"}') + metric(
+            edge.url, 'kvcdn_edge_requests_total{cache="miss",route="object",status="206"}'
+        )
+
+
+def test_sixty_four_cold_requests_of_a_process_are_one_origin_request(document: Document, tmp_path: Path) -> None:
+    """The same against a real edge process before a folder."""
+    document.publish(FolderStore(tmp_path / "origin"))
+    key, data = _first(document)
+    with running_edge(str(tmp_path / "origin"), tmp_path / "cache") as edge, ThreadPoolExecutor(READERS) as pool:
+        bodies = list(pool.map(lambda _: ask(edge.url, f"/{key}").body, range(READERS)))
+        assert [True] * READERS == [body == data for body in bodies]
+        assert 1 == origin_gets(edge.url)
+
+
+def test_a_fill_outlives_the_reader_that_began_it(document: Document, tmp_path: Path) -> None:
+    """The first reader leaves; the object is stored all the same, and the next is a hit."""
+    store = _published(document)
+    key, data = _first(document)
+    store.go.clear()
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        connection = connect(edge.url)
+        connection.request("GET", f"/{key}")
+        assert store.streaming.wait(10)
+        connection.close()
+        time.sleep(0.1)
+        store.go.set()
+        deadline = time.monotonic() + 10
+        while len(edge.cache) == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        reply = ask(edge.url, f"/{key}")
+        assert (data, "kvcdn; hit", [key]) == (reply.body, reply.headers["Cache-Status"], store.streams)
+
+
+def test_objects_fill_beside_each_other(document: Document, tmp_path: Path) -> None:
+    """One object that hangs at the origin does not hold up another, nor a hit."""
+    store = _published(document)
+    key, other = list(document.objects)[:2]
+    store.go.clear()
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        hanging = threading.Thread(target=ask, args=(edge.url, f"/{key}"))
+        hanging.start()
+        assert store.streaming.wait(10)
+        late = threading.Timer(0.3, store.go.set)
+        late.start()
+        assert 200 == ask(edge.url, "/healthz").status
+        assert document.objects[other] == ask(edge.url, f"/{other}").body
+        hanging.join()
+        late.join()
+
+
+def _flip(data: bytes, position: int) -> bytes:
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+def _envelope_bytes(data: bytes) -> int:
+    return PREAMBLE_BYTES + int.from_bytes(data[8:12], "little") + 64
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "magic": lambda data: _flip(data, 0),
+    "header length": lambda data: _flip(data, 8),
+    "huge header length": lambda data: data[:8] + b"\xff\xff\xff\xff" + data[12:],
+    "header": lambda data: _flip(data, 200),
+    "signature": lambda data: _flip(data, _envelope_bytes(data) - 1),
+    "first segment": lambda data: _flip(data, _envelope_bytes(data) + 5),
+    "last byte": lambda data: _flip(data, len(data) - 1),
+    "truncated in a segment": lambda data: data[:-1],
+    "truncated at a segment's end": lambda data: data[: (len(data) + _envelope_bytes(data)) // 2],
+    "truncated behind the envelope": lambda data: data[: _envelope_bytes(data)],
+    "truncated in the header": lambda data: data[:100],
+    "truncated in the preamble": lambda data: data[:7],
+    "empty": lambda _: b"",
+    "trailing": lambda data: data + b"x",
+    "doubled": lambda data: data + data,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_block_is_neither_served_nor_stored(document: Document, tmp_path: Path, damage: str) -> None:
+    """Wherever the damage lies: 502 in one line, no byte of the object, an empty disk, and a count of it."""
+    key, data = _first(document)
+    store = WatchedStore(MemoryStore())
+    store.create(key, [DAMAGE[damage](data)])
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        for _ in range(2):
+            reply = ask(edge.url, f"/{key}")
+            assert (502, "no-store") == (reply.status, reply.headers["Cache-Control"])
+            assert "corrupt" in reply.headers["Cache-Status"]
+            assert (1, True) == (reply.body.count(b"\n"), len(reply.body) < 400)
+        assert (0, []) == (disk_bytes(tmp_path / "cache"), object_files(tmp_path / "cache"))
+        assert (1.0, 0) == (metric(edge.url, 'kvcdn_edge_fills_total{outcome="corrupt"}'), edge.cache.used)
+        assert [key] == store.streams
+
+
+@pytest.mark.parametrize("damage", ["magic", "header", "signature", "truncated in the header", "empty", "trailing", "doubled"])
+def test_a_damaged_manifest_is_neither_served_nor_stored(document: Document, tmp_path: Path, damage: str) -> None:
+    """As for blocks."""
+    store = MemoryStore()
+    store.create(document.manifest_key, [DAMAGE[damage](document.manifest_bytes)])
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        assert 502 == ask(edge.url, f"/{document.manifest_key}").status
+        assert 0 == disk_bytes(tmp_path / "cache")
+
+
+def test_another_object_under_a_name_is_refused(document: Document, tmp_path: Path) -> None:
+    """A valid block under another block's key, a manifest as a block, a block of another model: all are wrong objects."""
+    (first, _), (second, other) = list(document.blocks.items())[:2]
+    tag = str(document.model.tag)
+    foreign = first.replace(tag, "0" * 32)
+    store = MemoryStore()
+    store.create(first, [other])
+    store.create(second, [document.manifest_bytes])
+    store.create(foreign, [document.blocks[first]])
+    store.create(document.manifest_key, [other])
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        for key in (first, second, foreign, document.manifest_key):
+            assert 502 == ask(edge.url, f"/{key}").status
+        assert 0 == disk_bytes(tmp_path / "cache")
+
+
+def test_an_object_repaired_at_the_origin_is_found(document: Document, tmp_path: Path) -> None:
+    """The memory of a corrupt object is short."""
+    key, data = _first(document)
+    store = MemoryStore()
+    store.create(key, [data[:-1]])
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        assert 502 == ask(edge.url, f"/{key}").status
+        store.delete(key)
+        store.create(key, [data])
+        deadline = time.monotonic() + 15
+        while (reply := ask(edge.url, f"/{key}")).status == 502 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert (200, data) == (reply.status, reply.body)
+
+
+def test_untrusted_publishers_are_refused_where_there_is_a_list(document: Document, tmp_path: Path) -> None:
+    """With a trust file only the publishers on it get in; without one any valid signature does."""
+    store = _published(document)
+    key, data = _first(document)
+    for line, status in ((document.key.public.text, 200), (SigningKey.generate().public.text, 502)):
+        trust = tmp_path / f"trust-{status}"
+        trust.write_text(f"# publishers\n{line} somebody\n", encoding="utf-8")
+        with edge_in_thread(store, tmp_path / f"cache-{status}", trust_file=trust) as edge:
+            for path in (key, document.manifest_key):
+                assert status == ask(edge.url, f"/{path}").status
+            assert (status == 200) == bool(object_files(tmp_path / f"cache-{status}"))
+            assert (0.0 if status == 200 else 2.0) == metric(edge.url, 'kvcdn_edge_fills_total{outcome="untrusted"}')
+    # What an edge without a list stored is not served by one with a list.
+    with edge_in_thread(store, tmp_path / "cache-200", trust_file=tmp_path / "trust-502") as edge:
+        reply = ask(edge.url, f"/{key}")
+        assert (502, False) == (reply.status, data in reply.body)
+
+
+def test_what_is_missing_is_remembered_briefly_and_found_once_published(document: Document, tmp_path: Path) -> None:
+    """404 for two seconds without asking again, then the object."""
+    store = WatchedStore(MemoryStore())
+    key, data = _first(document)
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        begin = time.monotonic()
+        statuses = [ask(edge.url, f"/{key}").status for _ in range(5)]
+        assert ([404] * 5, [key]) == (statuses, store.streams)
+        assert "no-store" == ask(edge.url, f"/{key}").headers["Cache-Control"]
+        store.create(key, [data])
+        while (reply := ask(edge.url, f"/{key}")).status == 404 and time.monotonic() - begin < 10:
+            time.sleep(0.1)
+        assert (200, data) == (reply.status, reply.body)
+        assert 1.5 < time.monotonic() - begin < 5
+
+
+def test_a_down_origin_does_not_take_the_cache_with_it(document: Document, tmp_path: Path) -> None:
+    """Hits go on; misses are a 504 with a reason; once the origin is back so are they."""
+    store = _published(document)
+    (key, data), (other, _) = list(document.blocks.items())[:2]
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        ask(edge.url, f"/{key}")
+        store.down = True
+        assert data == ask(edge.url, f"/{key}").body
+        failed = ask(edge.url, f"/{other}")
+        assert (504, "no-store", True) == (failed.status, failed.headers["Cache-Control"], b"out of reach" in failed.body)
+        assert "origin-unavailable" in failed.headers["Cache-Status"]
+        store.down = False
+        time.sleep(1.1)
+        assert 200 == ask(edge.url, f"/{other}").status
+
+
+def test_an_origin_that_breaks_in_mid_object_leaves_nothing(document: Document, tmp_path: Path) -> None:
+    """Half an object is no object: 504, an empty disk, and a clean second try."""
+    store = _published(document)
+    key, data = _first(document)
+    store.go.clear()
+    with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(ask, edge.url, f"/{key}")
+        assert store.streaming.wait(10)
+        store.down = True
+        store.go.set()
+        assert 504 == reply.result(20).status
+        assert (0, 0) == (disk_bytes(tmp_path / "cache"), edge.cache.used)
+        store.down = False
+        time.sleep(1.1)
+        assert data == ask(edge.url, f"/{key}").body
+
+
+def test_an_object_larger_than_the_cache_passes_through(tmp_path: Path) -> None:
+    """It is checked, served by range and as a whole, and not stored; nobody loses a place for it."""
+    document = make_document(tokens=1024, layers=4, heads=4, dim=64, seed=3)
+    large, data = _first(document)
+    small = make_document(tokens=300, seed=4)
+    store = _published(document)
+    small.publish(store)
+    key, little = _first(small)
+    assert len(data) > 2_000_000
+    with edge_in_thread(store, tmp_path / "cache", capacity="1MiB") as edge:
+        assert little == ask(edge.url, f"/{key}").body
+        for _ in range(2):
+            reply = ask(edge.url, f"/{large}", headers={"Range": "bytes=1000-1999999"})
+            assert (206, data[1000:2000000], "kvcdn; fwd=miss") == (reply.status, reply.body, reply.headers["Cache-Status"])
+        assert data == ask(edge.url, f"/{large}").body
+        assert "kvcdn; hit" == ask(edge.url, f"/{key}").headers["Cache-Status"]
+        assert 1 == len(object_files(tmp_path / "cache"))
+
+
+def test_a_full_disk_is_a_clean_refusal(document: Document, tmp_path: Path) -> None:
+    """Where no file can grow beyond 64 KiB, blocks get a 503 and leave nothing; what fits is still stored and served."""
+    document.publish(FolderStore(tmp_path / "origin"))
+    key, _ = _first(document)
+    with running_edge(str(tmp_path / "origin"), tmp_path / "cache") as edge:
+        resource.prlimit(edge.pid, resource.RLIMIT_FSIZE, (65536, 65536))
+        for _ in range(2):
+            reply = ask(edge.url, f"/{key}")
+            assert (503, "no-store", True) == (reply.status, reply.headers["Cache-Control"], b"disk is full" in reply.body)
+        assert 0 == disk_bytes(tmp_path / "cache")
+        assert document.manifest_bytes == ask(edge.url, f"/{document.manifest_key}").body
+        assert "kvcdn; hit" == ask(edge.url, f"/{document.manifest_key}").headers["Cache-Status"]
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path, size: str):  # noqa: ANN202 - a fixture in all but name
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs privileges that this machine does not give")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
+def test_a_disk_smaller_than_the_capacity_makes_room(tmp_path: Path) -> None:
+    """On a real full disk the oldest objects leave, so that new ones are stored though the cap allows more."""
+    documents = [make_document(tokens=1024, seed=seed) for seed in range(10, 16)]
+    store = MemoryStore()
+    for document in documents:
+        document.publish(store)
+    with _small_disk(tmp_path / "disk", "2m"), edge_in_thread(store, tmp_path / "disk" / "cache", capacity="1GB") as edge:
+        for document in documents:
+            key, data = _first(document)
+            for expected in ("kvcdn; fwd=miss; stored", "kvcdn; hit"):
+                reply = ask(edge.url, f"/{key}")
+                assert (200, data, expected) == (reply.status, reply.body, reply.headers["Cache-Status"])
+        assert edge.cache.evicted > 0
+
+
+def test_an_evicted_object_is_served_to_its_end(tmp_path: Path) -> None:
+    """A slow reader keeps its object while others push it out of the cache."""
+    document = make_document(tokens=1024, layers=8, heads=4, dim=64, seed=5)
+    large, data = _first(document)
+    store = _published(document)
+    others = [make_document(tokens=1024, layers=8, heads=4, dim=64, seed=seed) for seed in (6, 7)]
+    for other in others:
+        other.publish(store)
+    with edge_in_thread(store, tmp_path / "cache", capacity="8MiB") as edge:
+        connection = connect(edge.url)
+        connection.request("GET", f"/{large}")
+        response = connection.getresponse()
+        head = response.read(1000)
+        for other in others:
+            ask(edge.url, f"/{_first(other)[0]}")
+        assert edge.cache.size_of(large) is None
+        assert data == head + response.read()
+        connection.close()
+
+
+def test_one_connection_fills_and_hits_in_turn(document: Document, tmp_path: Path) -> None:
+    """Keep-alive holds through misses, hits and refusals."""
+    store = _published(document)
+    key, data = _first(document)
+    with edge_in_thread(store, tmp_path / "cache") as edge, contextlib.closing(connect(edge.url)) as connection:
+        paths = [f"/{key}", "/nothing", f"/{key}", f"/v1/{'0' * 32}/manifests/{'0' * 64}", f"/{key}"]
+        assert [200, 404, 200, 404, 200] == [exchange(connection, path).status for path in paths]
+        assert data == exchange(connection, f"/{key}").body

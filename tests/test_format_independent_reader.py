@@ -1,0 +1,579 @@
+"""A second reader of the format, written from FORMAT.md alone: where it and the package disagree, one of them is wrong.
+
+It imports nothing from the package, shares no code with it, and is strict where the text is strict. It reads the golden
+vectors, documents that the package has just written, and refuses every hostile file that the package refuses.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import json
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import blosc2
+import numpy as np
+import pytest
+from blake3 import blake3
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+VECTORS = Path(__file__).parent / "vectors"
+
+DTYPE_SIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+HEX32 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+HEX16 = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+class RefusedError(Exception):
+    """The bytes are not what FORMAT.md describes."""
+
+
+def require(condition: object, reason: str) -> None:
+    if not condition:
+        raise RefusedError(reason)
+
+
+# Section 1: conventions.
+
+
+def derive(context: str, material: bytes) -> bytes:
+    return blake3(material, derive_key_context=context).digest()
+
+
+def u32le(number: int) -> bytes:
+    return number.to_bytes(4, "little")
+
+
+SHORT_ESCAPES = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def write_string(text: str) -> str:
+    pieces = []
+    for character in text:
+        code = ord(character)
+        require(not 0xD800 <= code < 0xE000, "half a surrogate pair")
+        if character in SHORT_ESCAPES:
+            pieces.append(SHORT_ESCAPES[character])
+        elif 0x20 <= code <= 0x7E:
+            pieces.append(character)
+        elif code < 0x10000:
+            pieces.append(f"\\u{code:04x}")
+        else:
+            high, low = divmod(code - 0x10000, 0x400)
+            pieces.append(f"\\u{0xD800 + high:04x}\\u{0xDC00 + low:04x}")
+    return '"' + "".join(pieces) + '"'
+
+
+def write_json(value: Any, level: int = 1) -> str:
+    require(level <= 16, "nested too deep")
+    if value is None or value is True or value is False:
+        return {None: "null", True: "true", False: "false"}[value]
+    if type(value) is int:
+        require(-(2**53) < value < 2**53, "integer out of range")
+        return str(value)
+    if type(value) is str:
+        return write_string(value)
+    if type(value) is list:
+        return "[" + ",".join(write_json(item, level + 1) for item in value) + "]"
+    if type(value) is dict:
+        names = sorted(value, key=lambda name: [ord(character) for character in name])
+        return "{" + ",".join(f"{write_string(name)}:{write_json(value[name], level + 1)}" for name in names) + "}"
+    raise RefusedError(f"{type(value).__name__} in JSON")
+
+
+def read_json(data: bytes) -> Any:
+    try:
+        value = json.loads(data.decode("ascii"))
+    except (ValueError, RecursionError) as error:
+        raise RefusedError("not JSON") from error
+    require(write_json(value).encode("ascii") == data, "not canonical")
+    return value
+
+
+# "Every object has exactly the fields listed." A form is a check of one value; `fields` makes one of an object.
+
+Form = Callable[[Any], bool]
+
+
+def integer(low: int, high: int) -> Form:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def text(longest: int) -> Form:
+    return lambda value: type(value) is str and len(value) <= longest
+
+
+def one_of(*allowed: str) -> Form:
+    return lambda value: type(value) is str and value in allowed
+
+
+def digest(value: Any) -> bool:
+    return type(value) is str and HEX32.fullmatch(value) is not None
+
+
+def tag(value: Any) -> bool:
+    return type(value) is str and HEX16.fullmatch(value) is not None
+
+
+def array(form: Form, least: int, most: int) -> Form:
+    return lambda value: type(value) is list and least <= len(value) <= most and all(map(form, value))
+
+
+def fields(**forms: Form) -> Form:
+    return lambda value: type(value) is dict and set(value) == set(forms) and all(forms[name](value[name]) for name in forms)
+
+
+PRODUCER = fields(attention=text(256), chunk_tokens=integer(1, 1024), device=text(256), torch=text(256), transformers=text(256))
+
+TENSOR = fields(
+    dtype=one_of(*DTYPE_SIZE),
+    name=one_of("k", "v"),
+    shape=lambda value: array(integer(1, 65_536), 2, 2)(value) and value[0] <= 4096,
+)
+
+LAYER = fields(
+    kind=one_of("kv"),
+    tensors=lambda value: array(TENSOR, 2, 2)(value) and [tensor["name"] for tensor in value] == ["k", "v"],
+)
+
+LAYOUT = fields(layers=array(LAYER, 1, 1024), v=integer(1, 1))
+
+PART = fields(
+    codec=one_of("raw", "blosc2"),
+    dtype=one_of(*DTYPE_SIZE),
+    length=integer(0, 2**32 - 1),
+    name=one_of("k", "v"),
+    shape=array(integer(1, 2**32 - 1), 3, 3),
+)
+
+SEGMENT = fields(
+    blake3=digest,
+    kind=one_of("kv"),
+    layer=integer(0, 1023),
+    length=integer(16, 2**32 - 1),
+    offset=integer(0, 2**36),
+    parts=array(PART, 2, 2),
+    raw_digest=digest,
+)
+
+BLOCK = fields(
+    type=one_of("block"),
+    v=integer(1, 1),
+    address=digest,
+    model=tag,
+    layout=digest,
+    precision=one_of("native"),
+    start=integer(0, 2**24),
+    tokens=integer(1, 1024),
+    salt=digest,
+    commitment=digest,
+    producer=PRODUCER,
+    publisher=digest,
+    segments=array(SEGMENT, 1, 1024),
+)
+
+ENTRY = fields(address=digest, etag=digest, size=integer(1, 2**36), tokens=integer(1, 1024))
+
+MANIFEST = fields(
+    type=one_of("manifest"),
+    v=integer(1, 1),
+    address=digest,
+    model=tag,
+    fingerprint=digest,
+    model_name=text(256),
+    layout=LAYOUT,
+    precision=one_of("native"),
+    block_tokens=integer(1, 1024),
+    tokens=integer(1, 2**24),
+    blocks=array(ENTRY, 1, 4096),
+    created=integer(0, 2**40),
+    expires=lambda value: value is None or integer(0, 2**40)(value),
+    label=text(256),
+    producer=PRODUCER,
+    publisher=digest,
+)
+
+
+# Section 2: names.
+
+
+def model_tag(fingerprint: bytes) -> bytes:
+    return derive("kvcdn v1 model tag", fingerprint)[:16]
+
+
+def layout_digest(layout: Any) -> bytes:
+    return derive("kvcdn v1 layout", write_json(layout).encode())
+
+
+def bytes_per_token(layout: Any) -> int:
+    return sum(
+        tensor["shape"][0] * tensor["shape"][1] * DTYPE_SIZE[tensor["dtype"]]
+        for layer in layout["layers"]
+        for tensor in layer["tensors"]
+    )
+
+
+def block_tokens(per_token: int) -> int:
+    length = 64
+    while length < 1024 and 2 * length <= Fraction(16_777_216, per_token):
+        length *= 2
+    return length
+
+
+@dataclass(frozen=True)
+class Name:
+    """One block of a prefix, as its reader knows it."""
+
+    start: int
+    tokens: int
+    address: bytes
+    content_key: bytes
+
+
+def namespace_key(secret: bytes | None) -> bytes:
+    return bytes(32) if secret is None else derive("kvcdn v1 namespace", secret)
+
+
+def seed(fingerprint: bytes, layout: Any, namespace: bytes) -> bytes:
+    return derive("kvcdn v1 seed", fingerprint + layout_digest(layout) + namespace + b"native")
+
+
+def names(fingerprint: bytes, layout: Any, namespace: bytes, token_ids: Sequence[int]) -> tuple[list[Name], bytes]:
+    """The names of all blocks, and the manifest's address."""
+    length = block_tokens(bytes_per_token(layout))
+    link = seed(fingerprint, layout, namespace)
+    found = []
+    for start in range(0, len(token_ids), length):
+        ids = token_ids[start : start + length]
+        link = derive("kvcdn v1 chain", link + u32le(len(ids)) + b"".join(u32le(token) for token in ids))
+        address = derive("kvcdn v1 block address", link)
+        found.append(Name(start, len(ids), address, derive("kvcdn v1 content key", link)))
+    return found, derive("kvcdn v1 manifest address", link)
+
+
+# Section 3: the envelope.
+
+
+@dataclass(frozen=True)
+class Envelope:
+    header: dict[str, Any]
+    size: int
+    etag: bytes
+
+
+def read_envelope(data: bytes, magic: bytes, form: Form, trusted: set[str]) -> Envelope:
+    require(len(data) >= 12 and data[:8] == magic, "magic")
+    length = int.from_bytes(data[8:12], "little")
+    require(2 <= length <= 1_048_576 and len(data) >= 76 + length, "header length")
+    header = read_json(data[12 : 12 + length])
+    require(form(header), "fields")
+    require(header["publisher"] in trusted, "publisher")
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(header["publisher"]))
+        key.verify(data[12 + length : 76 + length], b"kvcdn v1 signature\x00" + data[: 12 + length])
+    except (InvalidSignature, ValueError) as error:
+        raise RefusedError("signature") from error
+    return Envelope(header, 76 + length, blake3(data[: 76 + length]).digest())
+
+
+# Section 4: blocks.
+
+
+def check_sizes(header: dict[str, Any]) -> int:
+    """4.1: the segments follow each other without gaps. Returns the bytes behind the envelope."""
+    passes = header["producer"]["chunk_tokens"]
+    require(header["start"] % passes == 0 and header["tokens"] <= passes, "not one block")
+    end = 0
+    for index, segment in enumerate(header["segments"]):
+        require(segment["layer"] == index, "layer")
+        require(segment["offset"] == end, "offset")
+        require(segment["length"] == 16 + sum(part["length"] for part in segment["parts"]), "segment length")
+        for part in segment["parts"]:
+            size = raw_size(part)
+            require(size < 2**32 and part["length"] <= size + 64, "part length")
+            require(part["shape"][0] == header["tokens"], "tokens of a part")
+        end += segment["length"]
+    require(end <= 2**36, "object size")
+    return end
+
+
+def raw_size(part: dict[str, Any]) -> int:
+    first, second, third = part["shape"]
+    return int(first * second * third * DTYPE_SIZE[part["dtype"]])
+
+
+def decode_part(part: dict[str, Any], encoded: bytes) -> bytes:
+    """4.3."""
+    size, element = raw_size(part), DTYPE_SIZE[part["dtype"]]
+    if part["codec"] == "raw":
+        require(len(encoded) == size, "raw size")
+        return encoded
+    require(len(encoded) >= 32, "chunk header")
+    nbytes, blocksize, cbytes = struct.unpack_from("<III", encoded, 4)
+    require(nbytes == size and cbytes == len(encoded) and encoded[3] == element, "chunk sizes")
+    require(1 <= blocksize <= nbytes, "chunk blocks")
+    flags = encoded[2]
+    require(flags & 1 and flags & 4 and not flags & 8 and flags >> 5 == 4, "chunk flags")
+    require(sorted(encoded[16:22]) == [0] * 5 + [1] and encoded[24:30] == bytes(6), "chunk filters")
+    require(encoded[31] in (0x00, 0x10), "chunk special values")
+    try:
+        raw = blosc2.decompress2(encoded)
+    except (RuntimeError, ValueError) as error:
+        raise RefusedError("chunk") from error
+    require(len(raw) == size, "decoded size")
+    return bytes(raw)
+
+
+def read_segment(header: dict[str, Any], name: Name, index: int, stored: bytes) -> list[bytes]:
+    """4.2: the raw tensors of one layer, from its stored bytes."""
+    segment = header["segments"][index]
+    require(blake3(stored).hexdigest() == segment["blake3"], "hash")
+    material = name.content_key + bytes.fromhex(header["salt"])
+    require(derive("kvcdn v1 commitment", material).hex() == header["commitment"], "commitment")
+    descriptor = write_json({key: segment[key] for key in ("kind", "layer", "length", "parts")}).encode()
+    cipher = AESGCM(derive("kvcdn v1 object key", material))
+    try:
+        encoded = cipher.decrypt(u32le(index) + bytes(8), stored, b"kvcdn v1 segment\x00" + name.address + descriptor)
+    except InvalidTag as error:
+        raise RefusedError("AEAD") from error
+    first = segment["parts"][0]["length"]
+    pieces = (encoded[:first], encoded[first:])
+    raw = [decode_part(part, piece) for part, piece in zip(segment["parts"], pieces, strict=True)]
+    keyed = blake3(b"".join(raw), key=derive("kvcdn v1 raw digest", material)).hexdigest()
+    require(keyed == segment["raw_digest"], "raw digest")
+    return raw
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a reader asks a block for: the model and the name."""
+
+    fingerprint: bytes
+    layout: Any
+    name: Name
+    trusted: set[str]
+
+
+def read_block(data: bytes, question: Question) -> tuple[dict[str, Any], list[list[bytes]]]:
+    """The header, and the raw tensors by layer."""
+    name, layout = question.name, question.layout
+    envelope = read_envelope(data, b"KVCDNB1\n", BLOCK, question.trusted)
+    header = envelope.header
+    behind = check_sizes(header)
+    require(len(data) == envelope.size + behind, "object size")
+    require(header["address"] == name.address.hex(), "address")
+    require(header["model"] == model_tag(question.fingerprint).hex(), "model")
+    require(header["layout"] == layout_digest(layout).hex(), "layout")
+    require((header["start"], header["tokens"]) == (name.start, name.tokens), "position")
+    require(header["producer"]["chunk_tokens"] == block_tokens(bytes_per_token(layout)), "schedule")
+    found = [[(part["name"], part["dtype"], part["shape"]) for part in segment["parts"]] for segment in header["segments"]]
+    asked = [
+        [(tensor["name"], tensor["dtype"], [name.tokens, *tensor["shape"]]) for tensor in layer["tensors"]]
+        for layer in layout["layers"]
+    ]
+    require(found == asked, "tensors")
+    layers = []
+    for index, segment in enumerate(header["segments"]):
+        start = envelope.size + segment["offset"]
+        layers.append(read_segment(header, name, index, data[start : start + segment["length"]]))
+    return header, layers
+
+
+# Section 5: manifests.
+
+
+def read_manifest(data: bytes, trusted: set[str]) -> dict[str, Any]:
+    envelope = read_envelope(data, b"KVCDNM1\n", MANIFEST, trusted)
+    require(len(data) == envelope.size, "trailing bytes")
+    header = envelope.header
+    require(header["model"] == model_tag(bytes.fromhex(header["fingerprint"])).hex(), "tag")
+    length = block_tokens(bytes_per_token(header["layout"]))
+    require(header["block_tokens"] == length and header["producer"]["chunk_tokens"] == length, "block length")
+    counts = [block["tokens"] for block in header["blocks"]]
+    require(sum(counts) == header["tokens"], "sum of tokens")
+    require(all(count == length for count in counts[:-1]) and counts[-1] <= length, "tokens of blocks")
+    return header
+
+
+# The tests.
+
+
+def vectors(name: str) -> Any:
+    return json.loads((VECTORS / name).read_text("utf-8"))
+
+
+def cases(name: str, field: str) -> list[Any]:
+    return [pytest.param(case, id=case["name"]) for case in vectors(name)[field]]
+
+
+def test_imports_nothing_from_the_package() -> None:
+    """The reader would prove nothing if it shared code with what it checks; support and attacks are only asked for files."""
+    tree = ast.parse(Path(__file__).read_text("utf-8"))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert set() == {module for module in imported if module.split(".")[0] == "kvcdn"}
+
+
+@pytest.mark.parametrize("case", cases("derivations.json", "derive"))
+def test_derive(case: Any) -> None:
+    """Every context of FORMAT.md gives the recorded bytes, and the BLAKE3 library the bytes of BLAKE3's own vectors."""
+    assert case["output"] == derive(case["context"], bytes.fromhex(case["material"])).hex()
+
+
+def test_contexts_are_those_of_the_document() -> None:
+    """The vectors use every context string that FORMAT.md names for `derive`, and no other."""
+    document = " ".join((Path(__file__).parents[1] / "FORMAT.md").read_text("utf-8").split())
+    named = set(re.findall(r'derive\("([^"]+)"', document))
+    used = {case["context"] for case in vectors("derivations.json")["derive"]}
+    assert named == {context for context in used if not context.startswith("BLAKE3")}
+
+
+@pytest.mark.parametrize("case", cases("layouts.json", "layouts"))
+def test_layout(case: Any) -> None:
+    """Digest, bytes per token and block length follow from the layout."""
+    layout = {"layers": [layer for times, layer in case["runs"] for _ in range(times)], "v": 1}
+    assert LAYOUT(layout)
+    assert case["bytes_per_token"] == bytes_per_token(layout)
+    assert case["block_tokens"] == block_tokens(bytes_per_token(layout))
+    assert case["digest"] == layout_digest(layout).hex()
+
+
+@pytest.mark.parametrize(("per_token", "length"), vectors("layouts.json")["block_tokens"])
+def test_block_length(per_token: int, length: int) -> None:
+    """The block length at and next to every power of two."""
+    assert length == block_tokens(per_token)
+
+
+@pytest.mark.parametrize("case", cases("names.json", "prefixes"))
+def test_names(case: Any) -> None:
+    """The chain, recomputed from token ids, gives every address, content key and the manifest's address."""
+    fingerprint = bytes.fromhex(case["fingerprint"])
+    secret = case["namespace_secret"]
+    namespace = namespace_key(None if secret is None else bytes.fromhex(secret))
+    found, manifest = names(fingerprint, case["layout"], namespace, case["token_ids"])
+    assert case["seed"] == seed(fingerprint, case["layout"], namespace).hex()
+    assert case["model_tag"] == model_tag(fingerprint).hex()
+    assert case["manifest_address"] == manifest.hex()
+    blocks = [
+        {"start": name.start, "tokens": name.tokens, "address": name.address.hex(), "content_key": name.content_key.hex()}
+        for name in found
+    ]
+    assert case["blocks"] == blocks
+
+
+@pytest.mark.parametrize("case", cases("canonical.json", "accepted"))
+def test_canonical_accepted(case: Any) -> None:
+    """Canonical bytes are read, and written again as they were."""
+    data = bytes.fromhex(case["hex"])
+    assert data == write_json(read_json(data)).encode()
+
+
+@pytest.mark.parametrize("case", cases("canonical.json", "refused"))
+def test_canonical_refused(case: Any) -> None:
+    """Everything else is refused."""
+    with pytest.raises(RefusedError):
+        read_json(bytes.fromhex(case["hex"]))
+
+
+def questions(case: Any) -> tuple[dict[str, Any], list[Question]]:
+    """A golden document's manifest, and what to ask each of its blocks for, from its token ids."""
+    trusted = {case["publisher"]}
+    manifest = read_manifest(base64.b64decode(case["manifest"]), trusted)
+    fingerprint = bytes.fromhex(case["fingerprint"])
+    token_ids = [case["token_step"] * index % case["token_modulus"] for index in range(case["tokens"])]
+    found, address = names(fingerprint, manifest["layout"], namespace_key(None), token_ids)
+    require(address.hex() == manifest["address"], "manifest address")
+    return manifest, [Question(fingerprint, manifest["layout"], name, trusted) for name in found]
+
+
+@pytest.mark.parametrize("case", cases("objects.json", "documents"))
+def test_golden_document(case: Any) -> None:
+    """The recorded manifest and blocks open from the token ids alone and hold the recorded tensors."""
+    manifest, asked = questions(case)
+    assert case["manifest_fields"] == {name: manifest[name] for name in case["manifest_fields"]}
+    codecs = set()
+    for question, entry, block in zip(asked, manifest["blocks"], case["blocks"], strict=True):
+        data = base64.b64decode(block["object"])
+        header, layers = read_block(data, question)
+        assert block["fields"] == {field: header[field] for field in block["fields"]}
+        assert block["tensor_blake3"] == [[blake3(raw).hexdigest() for raw in layer] for layer in layers]
+        listed = (entry["address"], entry["size"], entry["tokens"])
+        assert listed == (question.name.address.hex(), len(data), question.name.tokens)
+        assert entry["etag"] == read_envelope(data, b"KVCDNB1\n", BLOCK, question.trusted).etag.hex()
+        codecs |= {part["codec"] for segment in header["segments"] for part in segment["parts"]}
+    assert case["codecs"] == sorted(codecs)
+
+
+def test_golden_tensor_is_readable_numbers() -> None:
+    """A golden value tensor holds the float32 numbers it was made of, in FORMAT.md's row-major, little-endian order."""
+    case = vectors("objects.json")["documents"][0]
+    manifest, asked = questions(case)
+    start, tokens = asked[-1].name.start, asked[-1].name.tokens
+    _, layers = read_block(base64.b64decode(case["blocks"][-1]["object"]), asked[-1])
+    shape = (tokens, *manifest["layout"]["layers"][0]["tensors"][1]["shape"])
+    values = np.frombuffer(layers[0][1], dtype="<f4").reshape(shape)
+    expected = np.fromfunction(lambda token, head, place: start + token + head / 4 + place / 64, shape)
+    assert expected.tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("case", cases("refused.json", "objects"))
+def test_golden_refusals(case: Any) -> None:
+    """Each recorded hostile object is refused."""
+    golden = vectors("objects.json")["documents"][0]
+    data = base64.b64decode(case["object"])
+    _, asked = questions(golden)
+    with pytest.raises(RefusedError):
+        read_manifest(data, asked[-1].trusted) if case["kind"] == "manifest" else read_block(data, asked[-1])
+
+
+def test_reads_what_the_package_writes() -> None:
+    """A document published a moment ago opens, block for block, to the tensors that went in."""
+    from support.blocks import make_document
+
+    document = make_document(tokens=1100, layers=3, heads=2, dim=16, dtype="float32", seed=7)
+    trusted = {document.key.public.hex()}
+    manifest = read_manifest(document.manifest_bytes, trusted)
+    fingerprint = bytes.fromhex(manifest["fingerprint"])
+    found, address = names(fingerprint, manifest["layout"], namespace_key(None), document.token_ids)
+    assert f"v1/{model_tag(fingerprint).hex()}/manifests/{address.hex()}" == document.manifest_key
+    for name in found:
+        text_form = name.address.hex()
+        key = f"v1/{model_tag(fingerprint).hex()}/blocks/{text_form[:2]}/{text_form}"
+        _, layers = read_block(document.blocks[key], Question(fingerprint, manifest["layout"], name, trusted))
+        assert document.raw[key] == layers
+
+
+def test_refuses_what_the_package_refuses() -> None:
+    """Two readers that know nothing of each other agree about every hostile block and manifest."""
+    from attacks.collection import block_attacks, manifest_attacks
+    from attacks.forge import MODEL, PUBLISHER, TOKEN_IDS, sound_blocks, sound_manifest
+
+    trusted = {PUBLISHER.public.hex()}
+    layout = json.loads(json.dumps(MODEL.layout.to_json()))
+    found, _ = names(MODEL.fingerprint, layout, namespace_key(None), TOKEN_IDS)
+    question = Question(MODEL.fingerprint, layout, found[-1], trusted)
+    read_block(sound_blocks()[-1], question)
+    read_manifest(sound_manifest(), trusted)
+    accepted = []
+    for attack in block_attacks():
+        try:
+            read_block(attack.data, question)
+        except RefusedError:
+            continue
+        accepted.append(attack.name)
+    for attack in manifest_attacks():
+        try:
+            read_manifest(attack.data, trusted)
+        except RefusedError:
+            continue
+        accepted.append(attack.name)
+    assert accepted == []
