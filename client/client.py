@@ -27,6 +27,7 @@ from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
 from kvcdn.keys import Chain, Namespace
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument
+from kvcdn.model.checkpoint import Checkpoint
 from kvcdn.model.load import LoadedModel, bind_model, load_transformers
 from kvcdn.model.speed import prefill_speed, remember_prefill
 from kvcdn.model.tokens import Messages, Prompt, encode_chat, encode_text
@@ -90,7 +91,7 @@ class Client:
         tokenizer: PreTrainedTokenizerBase,
         source: str | Source,
         *,
-        checkpoint: str | None = None,
+        checkpoint: str | Checkpoint | None = None,
         trust: TrustList | None = None,
         namespace: str | Namespace | None = None,
         token: str | None = None,
@@ -114,7 +115,7 @@ class Client:
     def load(cls, model: str, source: str | Source, *, device: str = "cpu", **options: Any) -> Self:
         """Loads the model `model` (folder, hub id or alias) and opens `source`; `options` as for the constructor."""
         transformer, tokenizer, checkpoint = load_transformers(model, device)
-        return cls(transformer, tokenizer, source, checkpoint=str(checkpoint.folder), **options)
+        return cls(transformer, tokenizer, source, checkpoint=checkpoint, **options)
 
     def close(self) -> None:
         """Closes idle connections."""
@@ -166,7 +167,7 @@ class Client:
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
         _refuse_what_we_own(options, self.model)
         attempt = self._start(prompt, started)
-        clock = _FirstToken()
+        clock = FirstTokenClock()
         options = {**options, "stopping_criteria": [*options.get("stopping_criteria", ()), clock]}
         with torch.inference_mode():
             output = self._run(attempt, clock, options)
@@ -175,7 +176,7 @@ class Client:
         new = tuple(int(token) for token in output[0, len(prompt.token_ids) :])
         return Answer(self.tokenizer.decode(new, skip_special_tokens=True), new, attempt.report)
 
-    def _run(self, attempt: _Attempt, clock: _FirstToken, options: dict[str, Any]) -> torch.Tensor:
+    def _run(self, attempt: _Attempt, clock: FirstTokenClock, options: dict[str, Any]) -> torch.Tensor:
         """Generates while the cache is still arriving; where it does not arrive, again from what did, or from nothing."""
         if attempt.fetch is not None and "streamer" not in options:
             try:
@@ -274,7 +275,7 @@ class Client:
         return Prepared(ids, torch.ones_like(ids), cache, attempt.report, self._cache_argument)
 
 
-class _FirstToken(StoppingCriteria):  # type: ignore[misc] # transformers is untyped here
+class FirstTokenClock(StoppingCriteria):  # type: ignore[misc] # transformers is untyped here
     """Stops nothing; notes when the first token was there. Called by generate() after every token."""
 
     def __init__(self) -> None:

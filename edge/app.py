@@ -44,7 +44,7 @@ class Edge:
         if path == "/healthz":
             return self._only(("GET", "HEAD"), request, Note("health")) or _health()
         if not self._guard.allows(request.headers.get("Authorization")):
-            return PlainResponse.text(Note("denied"), 401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+            return PlainResponse.line(Note("denied"), 401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
         name = ObjectName.from_path(path) if not request.rel_url.raw_query_string else None
         if name is not None:
             return self._only(("GET", "HEAD"), request, Note("object", name.short)) or await self._object(request, name)
@@ -53,12 +53,12 @@ class Edge:
                 return self._only(("POST",), request, Note("match")) or await self._match(request)
             case "/metrics":
                 return self._only(("GET", "HEAD"), request, Note("metrics")) or self._show_metrics()
-        return PlainResponse.text(Note("other"), 404, "there is nothing under this path", {})
+        return PlainResponse.line(Note("other"), 404, "there is nothing under this path", {})
 
     def _only(self, methods: tuple[str, ...], request: web.BaseRequest, note: Note) -> PlainResponse | None:
         if request.method in methods:
             return None
-        return PlainResponse.text(note, 405, f"use {' or '.join(methods)}", {"Allow": ", ".join(methods)})
+        return PlainResponse.line(note, 405, f"use {' or '.join(methods)}", {"Allow": ", ".join(methods)})
 
     async def _object(self, request: web.BaseRequest, name: ObjectName) -> web.StreamResponse:
         try:
@@ -66,7 +66,7 @@ class Edge:
         except OSError as error:
             note = Note("object", name.short, CacheOutcome.REFUSED)
             message = f"the edge cannot open a file ({error.strerror})"
-            return PlainResponse.text(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
+            return PlainResponse.line(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
         if isinstance(result, Refused):
             return _refuse(name, result)
         return self._serve(request, name, result)
@@ -91,7 +91,7 @@ class Edge:
         if part is RangeOutcome.UNSATISFIABLE:
             found.file.close()
             headers |= {"Content-Range": f"bytes */{found.size}", "Cache-Control": NO_STORE}
-            return PlainResponse.text(note, 416, f"the object has {found.size} bytes", headers)
+            return PlainResponse.line(note, 416, f"the object has {found.size} bytes", headers)
         return self._send(request, name, note, found, headers, part if isinstance(part, ByteRange) else None)
 
     def _send(
@@ -116,7 +116,7 @@ class Edge:
         body = FileSlice(found.file, start, length).read()
         if len(body) < length:
             self._drop(name)
-            return PlainResponse.text(note, 503, "the cached file is damaged; try again", {"Retry-After": str(RETRY_SECONDS)})
+            return PlainResponse.line(note, 503, "the cached file is damaged; try again", {"Retry-After": str(RETRY_SECONDS)})
         return PlainResponse(note, status, headers, body)
 
     def _drop(self, name: ObjectName) -> None:
@@ -128,18 +128,18 @@ class Edge:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await _read_body(request)
         except TimeoutError:
-            return _close(PlainResponse.text(note, 408, f"the body did not come within {BODY_SECONDS:.0f} s", {}))
+            return _close(PlainResponse.line(note, 408, f"the body did not come within {BODY_SECONDS:.0f} s", {}))
         if body is None:
-            return _close(PlainResponse.text(note, 413, f"a match has at most {MAX_BODY_BYTES} bytes", {}))
+            return _close(PlainResponse.line(note, 413, f"a match has at most {MAX_BODY_BYTES} bytes", {}))
         try:
             asked = MatchRequest.parse(body)
         except CorruptError as error:
-            return PlainResponse.text(note, 400, str(error), {})
+            return PlainResponse.line(note, 400, str(error), {})
         note = Note("match", f"{len(asked.keys)} blocks")
         try:
             result = await match_chain(asked.keys, self._presence)
         except UnavailableError as error:
-            return PlainResponse.text(note, 504, str(error), {})
+            return PlainResponse.line(note, 504, str(error), {})
         detail = {} if result.complete else {"Cache-Status": cache_status(CacheOutcome.HIT, Reason.ORIGIN_UNAVAILABLE)}
         note = Note("match", f"{len(result.sizes)} of {len(asked.keys)} blocks")
         return PlainResponse(note, 200, {**_JSON, **detail}, result.encode())
@@ -150,7 +150,7 @@ class Edge:
 
 
 def _health() -> PlainResponse:
-    return PlainResponse.text(Note("health"), 200, "ok", {})
+    return PlainResponse.line(Note("health"), 200, "ok", {})
 
 
 def _refuse(name: ObjectName, refused: Refused) -> PlainResponse:
@@ -158,14 +158,14 @@ def _refuse(name: ObjectName, refused: Refused) -> PlainResponse:
     headers = {"Cache-Status": cache_status(refused.outcome, refusal.reason)}
     if refusal.status in (503, 504):
         headers["Retry-After"] = str(RETRY_SECONDS)
-    return PlainResponse.text(Note("object", name.short, refused.outcome), refusal.status, refusal.message, headers)
+    return PlainResponse.line(Note("object", name.short, refused.outcome), refusal.status, refusal.message, headers)
 
 
 def _without_body(note: Note, precondition: Precondition, headers: Mapping[str, str]) -> PlainResponse:
     if precondition is Precondition.NOT_MODIFIED:
         return PlainResponse(note, precondition.value, headers)
     message = "the object under this name has another entity tag"
-    return PlainResponse.text(note, precondition.value, message, {**headers, "Cache-Control": NO_STORE})
+    return PlainResponse.line(note, precondition.value, message, {**headers, "Cache-Control": NO_STORE})
 
 
 async def _read_body(request: web.BaseRequest) -> bytes | None:

@@ -1,8 +1,8 @@
 """The read path: an object from the cache, or from the origin by one fill, however many ask.
 
-A fill is a task of its own: it goes on when those who asked have left. Its blocking halves (`arrival`) run in threads; index and
-accounting are touched by the loop's thread only. What a fill ends with, object or refusal, goes to everyone who waited; the
-object as an open file, so that eviction cannot come between.
+A fill is a task of its own: it goes on when those who asked have left. Its blocking halves (`arrival`) run in threads; index
+and accounting are touched by the loop's thread only. What a fill ends with, object or refusal, goes to everyone who waited;
+the object as an open file, so that eviction cannot come between.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class Fetcher:
         return await self._fill_or_follow(name)
 
     async def stop(self) -> None:
-        """Ends fills under way at their next piece, leaving nothing behind; waits a moment for those that hang on the origin."""
+        """Ends fills under way at their next piece, leaving nothing behind; waits a moment for those that hang."""
         self._stopping.set()
         if self._flights:
             await asyncio.wait(self._flights.values(), timeout=STOP_SECONDS)
 
     async def _confirm(self, name: ObjectName, opened: OpenEntry) -> str | None:
-        """The tag of a file that an earlier process stored, after checking its envelope; None, and it is dropped, if it is bad."""
+        """The tag of a file that an earlier process stored, from its envelope; None, and it is dropped, if that is bad."""
         try:
             head = await in_thread(_check_file, name, opened, self._trust)
         except (IntegrityError, OSError) as error:

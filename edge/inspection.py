@@ -61,7 +61,7 @@ def read_head(name: ObjectName, pieces: Iterator[bytes]) -> bytes:
     for piece in pieces:
         head += piece
         if needed == PREAMBLE_BYTES and len(head) >= PREAMBLE_BYTES:
-            needed = envelope_size(head[:PREAMBLE_BYTES], _magic(name.kind), str(name))
+            needed = envelope_size(bytes(head[:PREAMBLE_BYTES]), _magic(name.kind), str(name))
         if len(head) >= needed:
             break
     return bytes(head)

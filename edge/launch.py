@@ -67,7 +67,7 @@ def launch_edge(*, origin: str, cache_dir: Path | str, **settings: Any) -> Itera
         checked = load_settings(None, given)
         log_path = Path(folder) / "log"
         with log_path.open("wb") as log:
-            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "kvcdn.edge"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -32,8 +32,5 @@ class FadingMemory(Generic[T]):
             return None
         return item[1]
 
-    def forget(self, key: str) -> None:
-        self._items.pop(key, None)
-
     def __len__(self) -> int:
         return len(self._items)

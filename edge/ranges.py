@@ -35,8 +35,8 @@ class RangeOutcome(Enum):
 def select_range(values: Sequence[str], size: int) -> ByteRange | RangeOutcome:
     """The part of an object of `size` bytes, 1 or more, that the Range fields `values` select.
 
-    WHOLE where there is no such field and where a server may ignore it (section 14.2): an unknown unit, a malformed or repeated field, several
-    ranges, which a client of ours never asks for. UNSATISFIABLE is a 416 (section 15.5.17).
+    WHOLE where there is no such field and where a server may ignore it (section 14.2): an unknown unit, a malformed or
+    repeated field, several ranges, which no client of ours asks for. UNSATISFIABLE is a 416 (section 15.5.17).
     """
     match = _SINGLE.fullmatch(values[0]) if len(values) == 1 else None
     if match is None:

@@ -46,11 +46,11 @@ class PlainResponse(web.Response):
         self.sent = len(body)
 
     @classmethod
-    def text(cls, note: Note, status: int, message: str, headers: Mapping[str, str]) -> PlainResponse:
+    def line(cls, note: Note, status: int, message: str, headers: Mapping[str, str]) -> PlainResponse:
         """One line for people."""
-        line = " ".join(message.split()) + "\n"
+        text = " ".join(message.split()) + "\n"
         headers = {"Content-Type": "text/plain; charset=utf-8", "Cache-Control": NO_STORE, **headers}
-        return cls(note, status, headers, line.encode("utf-8", "replace"))
+        return cls(note, status, headers, text.encode("utf-8", "replace"))
 
 
 class HeadResponse(web.StreamResponse):

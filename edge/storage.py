@@ -4,9 +4,9 @@
     <folder>/staging/<file name>                               being written; removed at the next start
     <folder>/objects/<aa>/<address>.<tag>.<kind>.<size>.<id>   complete, synced and checked
 
-An object's size is part of its file's name, so that a start needs no file opened: what is shorter or longer than its name says is
-deleted. The id is new for every file, so that deleting an evicted file never touches its successor. The first use of a
-file after a start checks its envelope again, against the trust list of today.
+An object's size is part of its file's name, so that a start needs no file opened: what is shorter or longer than its name
+says is deleted. The id is new for every file, so that deleting an evicted file never touches its successor. The first use of
+a file after a start checks its envelope again, against the trust list of today.
 
 `DiskCache` belongs to the event loop's thread and only opens and forgets files; whatever may take long (`Staging`, deleting
 victims) is done by the threads that fill.
@@ -98,7 +98,11 @@ class DiskCache:
         try:
             self._make_folders()
             self._lock = _take_lock(self._folder / "lock")
-            self._scan()
+            try:
+                self._scan()
+            except BaseException:
+                self.close()
+                raise
         except OSError as error:
             raise UnavailableError(
                 f"cannot use the cache folder {self._folder}: {error.strerror}", hint="name another folder with cache_dir"

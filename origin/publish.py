@@ -79,7 +79,7 @@ class Publisher:
         namespace: Namespace | None = None,
         trust: TrustList | None = None,
     ) -> None:
-        self._loaded = loaded
+        self.loaded = loaded
         self._store = store
         self._key = key
         self._namespace = namespace or Namespace.public()
@@ -96,7 +96,7 @@ class Publisher:
     ) -> PublishResult:
         """Publishes the prefix `token_ids`; `expires` is a Unix time. Raises UsageError before anything is written."""
         names = self._names(token_ids)
-        run = _Run(self._loaded, self._store, self._key, self._trust, names, progress)
+        run = _Run(self.loaded, self._store, self._key, self._trust, names, progress)
         existing = run.existing_manifest()
         if existing is not None:
             return run.result("exists", self._namespace, existing)
@@ -112,14 +112,14 @@ class Publisher:
             created=int(time.time()),
             expires=expires,
             label=label,
-            producer=self._loaded.producer,
+            producer=self.loaded.producer,
         )
         self._store.create(manifest_key(names.model.tag, names.manifest_address), [manifest.seal(self._key)])
         return run.result("published", self._namespace, manifest)
 
     def _names(self, token_ids: Sequence[int]) -> PrefixNames:
-        check_length(self._loaded, len(token_ids))
-        names = PrefixNames.of(self._loaded.identity, self._namespace, token_ids)
+        check_length(self.loaded, len(token_ids))
+        names = PrefixNames.of(self.loaded.identity, self._namespace, token_ids)
         if len(names.blocks) > MAX_BLOCKS:
             raise UsageError(f"the document has {len(names.blocks)} blocks; a manifest lists at most {MAX_BLOCKS}")
         return names

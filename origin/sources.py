@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,40 +47,43 @@ class Document:
         return [{"role": "system", "content": self.text}]
 
 
-def read_documents(source: str) -> Iterator[Document]:
-    """The documents at `source`: a path, a folder, an http(s) URL or `-`. Raises a KvcdnError that names what is wrong."""
-    if source == "-":
-        yield _document("standard input", sys.stdin.buffer.read(MAX_DOCUMENT_BYTES + 1))
-    elif urlsplit(source).scheme in ("http", "https"):
-        yield _document(source, _download(source))
-    else:
-        yield from _read_path(Path(source).expanduser())
+def list_documents(source: str) -> list[str]:
+    """What `source` holds, each to be given to `read_document`: itself, or, for a folder, its text files. Raises NotFoundError."""
+    if source == "-" or _is_url(source):
+        return [source]
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise NotFoundError(f"there is no document at {source}")
+    if not path.is_dir():
+        return [str(path)]
+    files = sorted(item for item in path.rglob("*") if item.suffix.lower() in TEXT_SUFFIXES and item.is_file())
+    if not files:
+        raise NotFoundError(f"the folder {source} holds no text files", hint=f"looked for {', '.join(sorted(TEXT_SUFFIXES))}")
+    return [str(file) for file in files]
 
 
 def read_document(source: str) -> Document:
-    """The one document at `source`. Raises UsageError for a folder."""
-    if source != "-" and Path(source).expanduser().is_dir():
-        raise UsageError(f"{source} is a folder", hint="name one document")
-    return next(read_documents(source))
-
-
-def _read_path(path: Path) -> Iterator[Document]:
-    if not path.exists():
-        raise NotFoundError(f"there is no document at {path}")
+    """The document at `source`: a file, an http(s) URL or `-` for standard input. Raises a KvcdnError that names what is wrong."""
+    if source == "-":
+        return _document("standard input", sys.stdin.buffer.read(MAX_DOCUMENT_BYTES + 1))
+    if _is_url(source):
+        return _document(source, _download(source))
+    path = Path(source).expanduser()
     if path.is_dir():
-        files = sorted(item for item in path.rglob("*") if item.suffix.lower() in TEXT_SUFFIXES and item.is_file())
-        if not files:
-            raise NotFoundError(f"the folder {path} holds no text files", hint=f"looked for {', '.join(sorted(TEXT_SUFFIXES))}")
-        for file in files:
-            yield _document(str(file), _read_file(file))
-    else:
-        yield _document(str(path), _read_file(path))
+        raise UsageError(f"{source} is a folder", hint="name one document")
+    return _document(source, _read_file(path))
+
+
+def _is_url(source: str) -> bool:
+    return urlsplit(source).scheme in ("http", "https")
 
 
 def _read_file(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(MAX_DOCUMENT_BYTES + 1)
+    except FileNotFoundError:
+        raise NotFoundError(f"there is no document at {path}") from None
     except OSError as error:
         raise UnavailableError(f"cannot read {path}: {error.strerror}") from None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import os
 import resource
 import subprocess
 import sys
@@ -310,9 +312,11 @@ def test_a_full_disk_is_a_clean_refusal(document: Document, tmp_path: Path) -> N
 
 
 @contextlib.contextmanager
-def _small_disk(folder: Path, size: str):  # noqa: ANN202 - a fixture in all but name
+def _small_disk(folder: Path, size: str):
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("mounting a small disk needs privileges that this machine does not give")
     try:
@@ -365,3 +369,84 @@ def test_one_connection_fills_and_hits_in_turn(document: Document, tmp_path: Pat
         paths = [f"/{key}", "/nothing", f"/{key}", f"/v1/{'0' * 32}/manifests/{'0' * 64}", f"/{key}"]
         assert [200, 404, 200, 404, 200] == [exchange(connection, path).status for path in paths]
         assert data == exchange(connection, f"/{key}").body
+
+
+def test_a_reader_that_stops_reading_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that takes nothing for the stall time loses its connection, and with it the open file."""
+    monkeypatch.setattr("kvcdn.edge.respond.STALL_SECONDS", 0.3)
+    document = make_document(tokens=1024, layers=32, heads=4, dim=64)
+    key, data = _first(document)
+    with edge_in_thread(_published(document), tmp_path / "cache") as edge:
+        connection = connect(edge.url)
+        connection.request("GET", f"/{key}")
+        response = connection.getresponse()
+        time.sleep(1.5)
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            response.read()
+        connection.close()
+        assert data == ask(edge.url, f"/{key}").body
+
+
+def test_a_file_cut_while_it_is_sent_ends_the_connection(tmp_path: Path) -> None:
+    """A short body is never passed off as whole; the object is dropped and fetched again."""
+    document = make_document(tokens=1024, layers=32, heads=4, dim=64)
+    key, data = _first(document)
+    with edge_in_thread(_published(document), tmp_path / "cache") as edge:
+        ask(edge.url, f"/{key}")
+        connection = connect(edge.url)
+        connection.request("GET", f"/{key}")
+        response = connection.getresponse()
+        response.read(1000)
+        os.truncate(object_files(tmp_path / "cache")[0], 100_000)
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            response.read()
+        connection.close()
+        assert (data, 2) == (ask(edge.url, f"/{key}").body, origin_gets(edge.url))
+
+
+def test_an_origin_that_drips_is_given_up(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill has an end in time, whatever the origin does."""
+    monkeypatch.setattr("kvcdn.edge.arrival.FILL_SECONDS", 0.2)
+    monkeypatch.setattr("kvcdn.edge.arrival.SLOWEST_BYTES_PER_SECOND", 10**9)
+    store = _published(document)
+    key, _ = _first(document)
+    store.go.clear()
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        threading.Timer(0.5, store.go.set).start()
+        reply = ask(edge.url, f"/{key}")
+        assert (504, True) == (reply.status, b"takes too long" in reply.body)
+        assert 0 == disk_bytes(tmp_path / "cache")
+
+
+def test_more_fills_than_can_wait_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """503 with Retry-After for what would only queue up; what was begun is finished."""
+    monkeypatch.setattr("kvcdn.edge.fetch.WAITING_FILLS", 2)
+    document = make_document(tokens=2500, seed=9)
+    store = _published(document)
+    store.go.clear()
+    with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(2) as pool:
+        keys = list(document.blocks)
+        begun = [pool.submit(ask, edge.url, f"/{key}") for key in keys[:2]]
+        deadline = time.monotonic() + 10
+        while len(store.streams) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        refused = ask(edge.url, f"/{keys[2]}")
+        assert (503, "1", "no-store") == (refused.status, refused.headers["Retry-After"], refused.headers["Cache-Control"])
+        store.go.set()
+        assert [200, 200] == [reply.result(20).status for reply in begun]
+        assert 200 == ask(edge.url, f"/{keys[2]}").status
+
+
+def test_fills_beyond_the_places_wait_their_turn(tmp_path: Path) -> None:
+    """Twelve objects at once: at most eight are asked of the origin together, and all come."""
+    documents = [make_document(tokens=100, seed=seed) for seed in range(50, 62)]
+    store = WatchedStore(MemoryStore())
+    for document in documents:
+        document.publish(store)
+    store.go.clear()
+    with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(12) as pool:
+        replies = [pool.submit(ask, edge.url, f"/{_first(document)[0]}") for document in documents]
+        time.sleep(0.5)
+        assert 8 == len(store.streams)
+        store.go.set()
+        assert [_first(document)[1] for document in documents] == [reply.result(20).body for reply in replies]

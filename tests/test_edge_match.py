@@ -212,7 +212,7 @@ BAD_BODIES = [
     json.dumps({"addresses": [GOOD.upper().replace("0", "A")], "model": TAG}).encode(),
     json.dumps({"addresses": [GOOD[1:]], "model": TAG}).encode(),
     json.dumps({"addresses": [GOOD[2:] + "\n0"], "model": TAG}).encode(),
-    json.dumps({"addresses": ["٠" * 64], "model": TAG}).encode(),
+    json.dumps({"addresses": ["\u0660" * 64], "model": TAG}).encode(),
     json.dumps({"addresses": [[GOOD]], "model": TAG}).encode(),
     json.dumps({"addresses": [None], "model": TAG}).encode(),
     json.dumps({"addresses": [5], "model": TAG}).encode(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -23,10 +22,6 @@ from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 
 TOKEN = "correct-horse-battery-staple"
-
-MEGABYTE = 1_000_000
-
-MOST_RESIDENT_BYTES = 120 * MEGABYTE
 
 
 @pytest.fixture
@@ -70,7 +65,7 @@ def test_beyond_loopback_an_edge_refuses_to_start(listen: str, given: dict[str, 
 def test_an_edge_process_refuses_the_open_network(origin: str, tmp_path: Path) -> None:
     """It ends with the usage exit code before it touches the folder or the port."""
     with (
-        pytest.raises(UnavailableError, match="ended with 2: error: 0.0.0.0:0 is more than loopback.*hint: "),
+        pytest.raises(UnavailableError, match=r"ended with 2: error: 0\.0\.0\.0:0 is more than loopback.*hint: "),
         running_edge(origin, tmp_path / "cache", listen="0.0.0.0:0"),
     ):
         pass
@@ -184,7 +179,7 @@ def test_a_port_in_use_is_told_as_such(origin: str, tmp_path: Path) -> None:
     """Exit code 5 and a hint."""
     with (
         running_edge(origin, tmp_path / "a") as edge,
-        pytest.raises(UnavailableError, match="ended with 5: error: cannot listen on .*hint: "),
+        pytest.raises(UnavailableError, match=r"ended with 5: error: cannot listen on .*hint: "),
         running_edge(origin, tmp_path / "b", listen=f"127.0.0.1:{edge.port}"),
     ):
         pass
@@ -203,27 +198,3 @@ def test_a_missing_trust_file_is_named(origin: str, tmp_path: Path) -> None:
         running_edge(origin, tmp_path / "cache", trust_file=tmp_path / "none"),
     ):
         pass
-
-
-def test_memory_stays_flat_while_filling_and_serving(origin: str, tmp_path: Path) -> None:
-    """8 MB blocks filled several at once and read by many: resident memory stays under 120 MB and does not grow."""
-    document = make_document(tokens=1024 * 6, layers=16, heads=4, dim=64)
-    document.publish(FolderStore(origin))
-    keys = list(document.blocks)
-    with running_edge(origin, tmp_path / "cache", capacity="30MB") as edge:
-
-        def read(keys: list[str]) -> None:
-            with contextlib.closing(connect(edge.url)) as connection:
-                for key in keys:
-                    assert document.blocks[key] == exchange(connection, f"/{key}").body
-
-        marks = []
-        for _ in range(3):
-            threads = [threading.Thread(target=read, args=(keys[i:] + keys[:i],)) for i in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            marks.append(edge.resident_bytes("VmHWM"))
-        assert marks[-1] <= MOST_RESIDENT_BYTES, marks
-        assert marks[-1] - marks[0] <= 16 * MEGABYTE, marks

@@ -70,7 +70,7 @@ def test_a_size_is_its_number_times_its_unit(number: int, unit: str) -> None:
     assert number * 1000 ** (" KMGT".index(unit[0])) == parse_size(f"{number}{unit}")
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1 parsec", "1e9", "1,5GB", "٣GB", "nan", True, "1GB 2GB", "9" * 5000])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1 parsec", "1e9", "1,5GB", "\u0663GB", "nan", True, "1GB 2GB", "9" * 5000])
 def test_what_is_no_size_is_refused(text: object) -> None:
     """A size is a plain number and a known unit, nothing else."""
     with pytest.raises(ValueError, match="is not a size"):

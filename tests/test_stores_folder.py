@@ -278,10 +278,10 @@ def test_no_descriptor_is_leaked(tmp_path: Path):
                 store.read(key)
 
     everything()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
         everything()
-    assert before == len(os.listdir("/proc/self/fd"))
+    assert before == len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_two_stores_race(tmp_path: Path):

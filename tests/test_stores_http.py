@@ -95,7 +95,7 @@ def test_server_without_ranges_is_not_read_for_ever(web: Web, monkeypatch: pytes
     ],
 )
 def test_odd_answers(web: Web, status: int, headers: dict[str, str], content: bytes):
-    """An answer that is not the bytes asked for is an error with the object's URL; its bytes are never taken for the object's."""
+    """An answer that is not the bytes asked for is an error with the object's URL; its bytes are not taken for the object's."""
     web.answers.append(Answer(status, headers, content))
     with pytest.raises(UnavailableError, match=f"{web.url}/a"):
         HttpStore(web.url).read("a", 100, 10)
@@ -167,10 +167,11 @@ def test_odd_retry_after(web: Web, value: str):
     """A Retry-After that makes no sense neither hangs nor breaks the client."""
     web.answers.append(Answer(503, {"Retry-After": value.encode().decode("latin-1")}))
     began = time.monotonic()
-    try:
+    if value == "9" * 40:
+        with pytest.raises(UnavailableError, match="503"):
+            HttpStore(web.url).read("a")
+    else:
         assert DATA == HttpStore(web.url).read("a")
-    except UnavailableError as error:
-        assert "503" in str(error)
     assert time.monotonic() - began < 5
 
 

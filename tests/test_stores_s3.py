@@ -1,4 +1,4 @@
-"""What the S3 store owes beyond the suite, against a real server and through a link that fails: lost replies, refusals, cuts."""
+"""What the S3 store owes beyond the suite, at a real server and through a link that fails: lost replies, refusals, cuts."""
 
 from __future__ import annotations
 
@@ -136,8 +136,9 @@ def test_conflict_is_retried(linked: S3Store, direct: S3Store, link: FaultyLink)
     assert b"x" == direct.read("a")
 
 
-def test_endless_conflict(linked: S3Store, direct: S3Store, link: FaultyLink):
+def test_endless_conflict(linked: S3Store, direct: S3Store, link: FaultyLink, monkeypatch: pytest.MonkeyPatch):
     """409 without end is an error in the end."""
+    monkeypatch.setattr(body, "RESUME_PAUSE_SECONDS", 0.01)
     link.inject(Fault(when=b"PUT /", answer=CONFLICT), times=99)
     with pytest.raises(UnavailableError, match="409"):
         linked.create("a", [b"x"])
@@ -154,7 +155,8 @@ def test_cut_body_is_resumed(linked: S3Store, direct: S3Store, link: FaultyLink,
     expected = DATA[start:] if length is None else DATA[start : start + length]
     assert expected == b"".join(linked.stream("a", start, length))
     assert 0 == link.pending
-    assert link.bytes_passed < len(DATA) + 1_000_000
+    if not reset:  # a reset throws away what had arrived
+        assert link.bytes_passed < len(DATA) + 2 * s3.READ_BYTES + 10_000
 
 
 def test_body_that_is_always_cut(linked: S3Store, direct: S3Store, link: FaultyLink, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""What every store owes (kvcdn.store.BlobStore), held against all of them: memory, a folder, a real S3 server, HTTP for reading."""
+"""What every store owes (kvcdn.store.BlobStore), held against all: memory, a folder, a real S3 server, HTTP for reading."""
 
 from __future__ import annotations
 
@@ -328,6 +328,8 @@ def test_stream_closed_early(pair: Pair):
         stream.close()
         assert data.startswith(received)
         assert [] == list(stream)
+    for start, length in ((0, 0), (len(data), None), (len(data) + 1, 5)):
+        pair.reader.stream(KEY, start, length).close()
     abandoned = pair.reader.stream(KEY)
     del abandoned
     gc.collect()

@@ -20,7 +20,7 @@ from kvcdn import __version__
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.store import BlobInfo, check_key
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
-from kvcdn.stores.span import Span, begun
+from kvcdn.stores.span import Span, begun, nothing
 
 CONNECT_SECONDS = 5.0
 """A host that does not answer in this time is down or behind a firewall."""
@@ -84,7 +84,7 @@ class HttpStore:
         body = None if span.empty else self._open(check_key(key), span)
         if body is None:
             self._check_end(key, span)
-            return iter(())
+            return nothing()
         return begun(self._pieces(key, body, span))
 
     def create(self, key: str, pieces: Sequence[bytes]) -> bool:  # noqa: ARG002 - the protocol's

@@ -1,7 +1,7 @@
 """An S3 store: objects in a bucket of AWS, or of any server that speaks S3 and honours `If-None-Match: *`.
 
 What is created stays: a conditional PUT makes the server decide between racing writers. A lost reply makes it look as if
-somebody else had won (the retry meets our own object), so after a retry the object is compared with our bytes before we concede.
+somebody else had won (the retry meets our own object), so after a retry the object is compared with our bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcdn.store import STREAM_CHUNK_BYTES, BlobInfo, check_key
 from kvcdn.stores import s3_client
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
 from kvcdn.stores.s3_errors import Refusal, refusal, translated, was_retried
-from kvcdn.stores.span import Span, begun
+from kvcdn.stores.span import Span, begun, nothing
 
 MULTIPART_BYTES = 64 << 20
 """Larger objects go up in parts: a broken connection then costs one part, not the object."""
@@ -112,7 +112,7 @@ class S3Store:
         body = None if span.empty else self._open(key, span, {})
         if body is None:
             self._check_end(key, span)
-            return iter(())
+            return nothing()
         return begun(self._pieces(key, body, span))
 
     def create(self, key: str, pieces: Sequence[bytes]) -> bool:
@@ -124,18 +124,16 @@ class S3Store:
             with self._translated(f"writing {key} ({size:,} bytes)"):
                 try:
                     (self._put if size <= MULTIPART_BYTES else self._put_parts)(self._name(key), pieces)
+                    return True
                 except self._client.exceptions.ClientError as error:
                     outcome = refusal(error)
                     # The retry of a request whose reply was lost meets the object, or finds the upload already completed.
-                    if outcome is Refusal.EXISTS or (outcome is Refusal.MISSING and size > MULTIPART_BYTES):
-                        if was_retried(error) and self._holds(key, pieces):
-                            return True
-                        if outcome is Refusal.EXISTS:
-                            return False
+                    if outcome in (Refusal.EXISTS, Refusal.MISSING) and was_retried(error) and self._holds(key, pieces):
+                        return True
+                    if outcome is Refusal.EXISTS:
+                        return False
                     if outcome is not Refusal.CONFLICT or attempt == CONFLICT_ATTEMPTS:
                         raise
-                else:
-                    return True
             pause(attempt)
         raise AssertionError("the last attempt returns or raises")
 

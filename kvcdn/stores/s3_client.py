@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,12 +50,10 @@ def connect(endpoint: str | None, region: str | None, profile: str | None) -> tu
 
     Raises UsageError for a malformed endpoint and for missing credentials, and what botocore raises for its own files.
     """
-    from boto3.session import Session  # noqa: PLC0415 - it takes a third of a second to load: only who uses S3 pays
-
     endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
     if endpoint is not None:
         _check_endpoint(endpoint)
-    session = Session(profile_name=profile, region_name=region)
+    session = _session(profile, region)
     credentials = session.get_credentials()
     if credentials is None:
         raise UsageError("there are no credentials for S3", hint=CREDENTIALS_HINT)
@@ -64,8 +63,25 @@ def connect(endpoint: str | None, region: str | None, profile: str | None) -> tu
     return client, f"access key {credentials.access_key} (from: {credentials.method})"
 
 
+def _session(profile: str | None, region: str | None) -> Any:
+    from boto3.session import Session  # noqa: PLC0415 - it takes a third of a second to load: only who uses S3 pays
+    from botocore.session import Session as CoreSession  # noqa: PLC0415 - as above
+
+    core = CoreSession()
+    core.register_component("data_loader", _loader())
+    return Session(profile_name=profile, region_name=region, botocore_session=core)
+
+
+@cache
+def _loader() -> Any:
+    """What botocore knows of services, read once per process: a fifth of a second per client otherwise."""
+    from botocore.loaders import create_loader  # noqa: PLC0415 - as above
+
+    return create_loader(os.environ.get("AWS_DATA_PATH"))
+
+
 def _client(session: Any, endpoint: str | None, *, path_style: bool) -> Any:
-    from botocore.config import Config  # noqa: PLC0415 - as above
+    from botocore.config import Config  # noqa: PLC0415 - only who uses S3 pays for loading it
 
     config = Config(
         signature_version="s3v4",

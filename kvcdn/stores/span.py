@@ -39,6 +39,11 @@ class Span:
         return f"bytes={self.start}-" if self.stop is None else f"bytes={self.start}-{self.stop - 1}"
 
 
+def nothing() -> Generator[bytes, None, None]:
+    """The stream of an empty span; can be closed like any other."""
+    yield from ()
+
+
 def begun(pieces: Generator[bytes, None, None]) -> Generator[bytes, None, None]:
     """`pieces` after its first yield, which is a dummy: a generator runs its `finally` at close only once it has begun."""
     next(pieces)

@@ -69,7 +69,7 @@ def make_document(
     seed: int = 0,
     key: SigningKey | None = None,
 ) -> Document:
-    """A document of `tokens` random tokens with random KV. Equal `seed`s give equal names; the layout gives the block length."""
+    """A document of random tokens with random KV. Equal `seed`s give equal names; the layout gives the block length."""
     rng = random.Random(seed)
     model = make_model(layers=layers, heads=heads, dim=dim, dtype=dtype)
     token_ids = tuple(rng.randrange(50_000) for _ in range(tokens))

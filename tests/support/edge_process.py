@@ -1,4 +1,4 @@
-"""Edges for tests: as a real process, or in a thread of this one before a store that the test watches; and a small HTTP client."""
+"""Edges for tests: a real process, or a thread before a store that the test watches; and a small HTTP client."""
 
 from __future__ import annotations
 

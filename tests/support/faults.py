@@ -8,6 +8,7 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Self
 
 HOST = "127.0.0.1"
 PIECE_BYTES = 64 * 1024
@@ -88,7 +89,7 @@ class _Sockets:
         self._open: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> _Sockets:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -136,7 +136,7 @@ def _command(folder: Path, config: Path, ports: Mapping[str, int]) -> list[str]:
         "-s3.iam=false",
         "-master.telemetry=false",
     )
-    # Where possible the kernel ends the server with the thread that started it, so that a killed test run leaves nothing behind.
+    # Where possible the kernel ends the server with the thread that started it: a killed test run leaves nothing behind.
     guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     return [*guard, str(weed_binary()), "mini", *fixed, *(f"-{name}={port}" for name, port in ports.items())]
 

@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(self._choose())
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
 
     def log_message(self, *_: object) -> None:
         """Silent: `Web.requests` has it all."""
@@ -115,5 +115,5 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             with contextlib.suppress(ConnectionError):
                 self.wfile.write(answer.body)
-        if int(headers["Content-Length"] or -1) != len(answer.body):
+        if headers["Content-Length"] != str(len(answer.body)):
             self.close_connection = True

@@ -1,0 +1,158 @@
+"""Verification: that what is loaded is what was published, and how it relates to what this machine computes itself.
+
+Three different questions, never mixed: are the loaded tensors the published ones (signature, hash, AEAD, and a keyed digest of the raw tensors); does a
+local prefill on the publisher's schedule give the same bits (on the same software stack it does); and how far is both
+from one pass over the whole text (as far as any two kernels are).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kvcdn.client.client import Client
+from kvcdn.client.fetch import PrefixFetch
+from kvcdn.client.match import find_published
+from kvcdn.errors import NotFoundError, UnsupportedModelError
+from kvcdn.keys import BlockName, Chain
+from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument, output_cache
+from kvcdn.model.load import LoadedModel
+from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
+from kvcdn.model.speed import remember_prefill
+from kvcdn.seal import ObjectKeys
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The loaded cache against one pass over the whole text, over `greedy_total` continued tokens (teacher-forced).
+
+    `kl_mean` is the mean KL(one pass || loaded) of the next-token distributions, in nats; `top1` the share of positions with the same
+    most likely token; `greedy_equal` how many greedy tokens from the first on are equal.
+    """
+
+    max_abs_dlogit: float
+    kl_mean: float
+    top1: float
+    greedy_equal: int
+    greedy_total: int
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The answers, for the first `tokens` tokens of the document."""
+
+    tokens: int
+    blocks: int
+    loaded_equals_published: bool
+    same_stack: bool
+    bit_identical: bool
+    first_difference: str
+    producer: dict[str, Any]
+    prefill_seconds: float
+    one_pass: Difference
+
+    @property
+    def sound(self) -> bool:
+        """False where something is wrong, and not merely computed elsewhere."""
+        return self.loaded_equals_published and (self.bit_identical or not self.same_stack)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "sound": self.sound}
+
+
+def verify_prefix(
+    client: Client, token_ids: tuple[int, ...], greedy: int = 32, progress: Callable[[str], None] = lambda _: None
+) -> Verification:
+    """Loads the published cache of `token_ids`, recomputes it and compares. Raises NotFoundError where none is published, and
+    whatever error loading ends in: here a failure is not a miss."""
+    loaded = client.loaded
+    if loaded is None:
+        raise UnsupportedModelError("this model's cache is not supported, so nothing of it can have been published")
+    published = find_published(client.source, Chain(loaded.identity, client.namespace, token_ids), (len(token_ids),))
+    if not published.blocks:
+        raise NotFoundError(
+            f"nothing of this document is published at {client.source.url} for {loaded.identity.name} in this namespace",
+            hint="publish it first, and ask for the same --model, --namespace and --chat",
+        )
+    tokens = published.tokens
+    progress(f"loading {tokens:,} tokens")
+    fetch = PrefixFetch(
+        client.source,
+        loaded.identity,
+        published.blocks,
+        length=tokens,
+        capacity=tokens + greedy + GROWTH_TOKENS,
+        device=loaded.model.device,
+        trust=client.trust,
+    )
+    fetch.wait()
+    equal = all(_as_published(fetch, name) for name in published.blocks)
+    progress(f"prefilling {tokens:,} tokens on the publisher's schedule")
+    started = time.perf_counter()
+    difference = _first_difference(loaded, fetch, token_ids[:tokens])
+    seconds = time.perf_counter() - started
+    remember_prefill(loaded, tokens, seconds)
+    progress(f"prefilling {tokens:,} tokens in one pass")
+    producer = fetch.headers[0].producer
+    return Verification(
+        tokens=tokens,
+        blocks=len(published.blocks),
+        loaded_equals_published=equal,
+        same_stack=all(header.producer == loaded.producer for header in fetch.headers.values()),
+        bit_identical=not difference,
+        first_difference=difference,
+        producer=producer.to_json(),
+        prefill_seconds=round(seconds, 3),
+        one_pass=_against_one_pass(loaded, fetch, token_ids[:tokens], greedy),
+    )
+
+
+def _as_published(fetch: PrefixFetch, name: BlockName) -> bool:
+    header = fetch.headers[name.index]
+    keys = ObjectKeys(name.content_key, header.salt)
+    for segment in header.segments:
+        places = [tensor[name.start : name.end].cpu() for tensor in fetch.layers[segment.layer].storage]
+        if keys.raw_digest(*(tensor_bytes(place) for place in places)) != segment.raw_digest:
+            return False
+    return True
+
+
+def _first_difference(loaded: LoadedModel, fetch: PrefixFetch, token_ids: tuple[int, ...]) -> str:
+    """Where a local prefill on the schedule first differs from the loaded tensors; empty where it is the same to the bit."""
+    first = ""
+    for block in ScheduledPrefill(loaded.model, loaded.identity.layout, len(token_ids)).run(token_ids):
+        for index, tensors in enumerate(block.layers):
+            for name, ours, theirs in zip(("k", "v"), tensors, fetch.layers[index].storage, strict=True):
+                if not first and tensor_bytes(ours) != tensor_bytes(theirs[block.start : block.end].cpu()):
+                    first = f"tokens {block.start} to {block.end}, layer {index}, {name}"
+    return first
+
+
+def _against_one_pass(loaded: LoadedModel, fetch: PrefixFetch, token_ids: tuple[int, ...], greedy: int) -> Difference:
+    """Continues greedily from one pass over the text, and forces the loaded cache along the same tokens."""
+    model, argument = loaded.model, cache_argument(loaded.model.forward)
+    with torch.inference_mode():
+        ids = torch.tensor([token_ids], dtype=torch.long, device=model.device)
+        body = getattr(model, model.base_model_prefix, model)
+        # The last token is read again by both, so that both have logits for what follows it.
+        head = output_cache(body(input_ids=ids[:, :-1], use_cache=True)) if len(token_ids) > 1 else None
+        for layer in fetch.layers:
+            layer.declare(len(token_ids) - 1)
+        caches = [{argument: head} if head is not None else {}, {argument: build_cache(model, fetch.layers)}]
+        token = ids[:, -1:]
+        differences, divergences, equal = [], [], []
+        for _ in range(greedy):
+            outputs = [model(input_ids=token, use_cache=True, **cache) for cache in caches]
+            caches[0] = {argument: output_cache(outputs[0])}
+            reference, ours = (output.logits[0, -1].float() for output in outputs)
+            differences.append(float((reference - ours).abs().max()))
+            log_p, log_q = reference.log_softmax(-1), ours.log_softmax(-1)
+            divergences.append(float((log_p.exp() * (log_p - log_q)).sum()))
+            equal.append(bool(reference.argmax() == ours.argmax()))
+            token = reference.argmax().view(1, 1)
+    leading = next((index for index, same in enumerate(equal) if not same), len(equal))
+    return Difference(max(differences), sum(divergences) / greedy, sum(equal) / greedy, leading, greedy)

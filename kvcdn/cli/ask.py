@@ -1,0 +1,61 @@
+"""`kvcdn ask`: answer a question on a document from its published cache."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvcdn.cli.options import (
+    AsJson,
+    Chat,
+    Device,
+    Edge,
+    Endpoint,
+    Model,
+    NamespaceName,
+    Origin,
+    Token,
+    TrustFile,
+    open_source,
+    quiet_libraries,
+    trust_list,
+)
+from kvcdn.cli.output import note, print_json, print_text
+
+
+def ask(
+    document: Annotated[str, typer.Argument(help="The document: a text file, an http(s) URL, or - for standard input.")],
+    question: Annotated[str, typer.Argument(help="What to ask about it.")],
+    model: Model,
+    edge: Edge = None,
+    origin: Origin = None,
+    endpoint: Endpoint = None,
+    token: Token = None,
+    namespace: NamespaceName = None,
+    trust: TrustFile = None,
+    device: Device = "cpu",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
+    *,
+    chat: Chat = False,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a question on a document, from its published KV cache where there is one.
+
+    Where there is none, or it cannot be trusted, the model reads the document itself, and the report says why.
+    """
+    from kvcdn.origin.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
+
+    read = read_document(document)
+    content = read.messages() if chat else read.text
+    source, trusted = open_source(edge, origin, endpoint, token), trust_list(trust)
+    quiet_libraries()
+    from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
+
+    with Client.load(model, source, device=device, trust=trusted, namespace=namespace) as client:
+        answer = client.ask(content, question, max_new_tokens=max_tokens, do_sample=False)
+    if as_json:
+        print_json({"answer": answer.text, "token_ids": list(answer.token_ids), "report": answer.report.to_json()})
+    else:
+        print_text(answer.text.strip())
+        note(f"[{answer.report}]")

@@ -1,0 +1,50 @@
+"""`kvcdn bench`: measurements on the user's own box, as medians of runs that alternate."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pathlib import Path
+
+from kvcdn.cli.options import AsJson, Device
+from kvcdn.cli.output import note, print_json, print_table, size
+
+app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure on this machine."""
+
+
+@app.command()
+def ttft(
+    tokens: Annotated[int, typer.Option(min=16, help="Length of the document.")] = 3774,
+    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    document: Annotated[Path | None, typer.Option(help="A text file; by default one found on this machine.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Counted runs of each kind; 5 or more for a median to quote.")] = 5,
+    device: Device = "cpu",
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Time to first token: stock prefill, a warm edge, and the floor (KV already in memory), alternating."""
+    from kvcdn.cli.bench_ttft import measure_ttft  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.cli.publish import progress_bar  # noqa: PLC0415
+
+    note(f"publishing {tokens:,} tokens with {model}, then {runs} rounds of prefill, edge and floor ...")
+    with progress_bar("document", tokens) as progress:
+        result = measure_ttft(model, document, tokens, runs, device, progress=progress, tell=note)
+    if as_json:
+        print_json(result)
+        return
+    rows = [
+        [name, f"{result[key]:.3f} s", f"{result['prefill_ttft_s'] / result[key]:.1f} x"]
+        for name, key in (("prefill", "prefill_ttft_s"), ("edge, warm", "edge_ttft_s"), ("KV in memory", "floor_ttft_s"))
+    ]
+    print_table(["FIRST TOKEN", "AFTER", "FASTER"], rows)
+    note(
+        f"{size(result['raw_bytes'])} raw, {size(result['wire_bytes'])} on the wire ({result['wire_bytes'] / result['raw_bytes']:.3f}), "
+        f"{'bit-identical' if result['bit_identical'] else 'NOT bit-identical'}, {result['over_floor']:.2f} x the floor"
+    )

@@ -1,0 +1,168 @@
+"""Time to first token, measured: what `kvcdn bench ttft` reports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache
+
+from kvcdn import __version__
+from kvcdn.cli.rig import QUESTION, Rig, running_rig
+from kvcdn.cli.stock import floor_answer, stock_answer
+from kvcdn.errors import KvcdnError
+from kvcdn.model.load import LoadedModel
+from kvcdn.model.prefill import ScheduledPrefill
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+    from kvcdn.client import Answer, Prepared
+    from kvcdn.origin.publish import PublishProgress
+
+
+def measure_ttft(
+    model: str,
+    document: Path | None,
+    tokens: int,
+    runs: int,
+    device: str,
+    *,
+    progress: Callable[[PublishProgress], None],
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    """The rows of `kvcdn bench ttft --json`; times are medians in seconds, sizes in bytes.
+
+    Each round takes stock prefill, edge and floor in turn. Stock and edge are timed from the text, the floor from token ids and a cache in
+    memory. `wire_bytes` are object bytes fetched in one edge run, without HTTP's own.
+    """
+    with running_rig(model, document, tokens, progress, device=device) as rig:
+        edge_answer(rig)  # fills the edge's cache and warms the process
+        prepared, peak = _measure_peak(rig)
+        samples: dict[str, list[float]] = {"prefill": [], "edge": [], "floor": []}
+        firsts: set[tuple[int, ...]] = set()
+        reports = []
+        for run in range(runs):
+            tell(f"round {run + 1} of {runs}")
+            stock = stock_answer(rig.client, rig.document, QUESTION, 1)
+            answer = edge_answer(rig)
+            floor = floor_answer(rig.client, tuple(prepared.input_ids[0].tolist()), _copy_cache(rig, prepared), 1)
+            samples["prefill"].append(stock.first_token_s)
+            samples["edge"].append(answer.report.seconds["first_token"])
+            samples["floor"].append(floor.first_token_s)
+            firsts |= {stock.token_ids, answer.token_ids, floor.token_ids}
+            reports.append(answer.report)
+        tell("prefilling once more on the publisher's schedule, to compare every bit")
+        prefill, edge, floor_s = (statistics.median(samples[name]) for name in ("prefill", "edge", "floor"))
+        return {
+            "tokens": rig.published.tokens,
+            "prefill_ttft_s": round(prefill, 4),
+            "edge_ttft_s": round(edge, 4),
+            "floor_ttft_s": round(floor_s, 4),
+            "speedup": round(prefill / edge, 2),
+            "over_floor": round(edge / floor_s, 3),
+            "raw_bytes": reports[-1].bytes_raw,
+            "wire_bytes": reports[-1].bytes_fetched,
+            "wire_ratio": round(reports[-1].bytes_fetched / reports[-1].bytes_raw, 4),
+            "bit_identical": _bit_identical(rig, prepared),
+            "first_tokens_equal": len(firsts) == 1,
+            "fetch_peak_over_kv": None if peak is None else round(peak / reports[-1].bytes_raw, 3),
+            "edge_resident_bytes": rig.edge.resident_bytes("VmHWM"),
+            "runs": runs,
+            "samples_s": {name: [round(value, 4) for value in values] for name, values in samples.items()},
+            "edge_stages_s": _median_stages(reports),
+            "machine": machine(_loaded(rig)),
+        }
+
+
+def edge_answer(rig: Rig) -> Answer:
+    """One question through the edge. Raises KvcdnError where it was not answered from there: a benchmark of misses is none."""
+    answer = rig.client.ask(rig.document, QUESTION, max_new_tokens=1, do_sample=False)
+    if answer.report.tokens_reused != rig.published.tokens:
+        raise KvcdnError(f"the edge did not serve the whole document: {answer.report}")
+    return answer
+
+
+def machine(loaded: LoadedModel) -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpu = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
+    flags = next((set(line.split(":", 1)[1].split()) for line in _cpuinfo() if line.startswith("flags")), set())
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "bf16_instructions": sorted(flags & {"avx512_bf16", "amx_bf16"}),
+        "threads": torch.get_num_threads(),
+        "device": str(loaded.model.device),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "model": loaded.identity.name,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": loaded.producer.transformers,
+        "kvcdn": __version__,
+    }
+
+
+def _loaded(rig: Rig) -> LoadedModel:
+    if rig.client.loaded is None:  # running_rig has bound this very model already
+        raise KvcdnError("the model is not bound")
+    return rig.client.loaded
+
+
+def _copy_cache(rig: Rig, prepared: Prepared) -> Cache:
+    """A plain DynamicCache with a copy of the loaded tensors, contiguous as the library itself keeps them."""
+    cache = DynamicCache(config=rig.client.model.config)
+    for source, target in zip(prepared.cache.layers if prepared.cache else (), cache.layers, strict=True):
+        keys, values = source.keys.contiguous().clone(), source.values.contiguous().clone()
+        target.lazy_initialization(keys, values)
+        target.keys, target.values = keys, values
+    return cache
+
+
+def _bit_identical(rig: Rig, prepared: Prepared) -> bool:
+    loaded, tokens = _loaded(rig), rig.published.tokens
+    token_ids = prepared.input_ids[0, :tokens].tolist()
+    layers = prepared.cache.layers if prepared.cache else []
+    return all(
+        torch.equal(ours.view(torch.uint8), theirs[block.start : block.end].cpu().view(torch.uint8))
+        for block in ScheduledPrefill(loaded.model, loaded.identity.layout, tokens).run(token_ids)
+        for index, tensors in enumerate(block.layers)
+        for ours, theirs in zip(tensors, layers[index].storage, strict=True)
+    )
+
+
+def _measure_peak(rig: Rig) -> tuple[Prepared, int | None]:
+    """A complete fetch, and by how many bytes the process's resident memory rose at its highest; None off Linux."""
+    before = _reset_peak()
+    prepared = rig.client.prepare(rig.client.question(rig.document, QUESTION))
+    return prepared, None if before is None else _status_bytes("VmHWM") - before
+
+
+def _reset_peak() -> int | None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5", "ascii")
+        return _status_bytes("VmRSS")
+    except OSError:
+        return None
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text("ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _median_stages(reports: list[Any]) -> dict[str, float]:
+    return {
+        stage: round(statistics.median(report.seconds[stage] for report in reports), 4) for stage in reports[0].seconds
+    }

@@ -1,0 +1,165 @@
+"""`kvcdn inspect` and `kvcdn ls`: what lies at an origin, as far as it shows without keys."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcdn.block import BlockHeader, open_header
+from kvcdn.cli.options import AsJson, Endpoint, Origin, TrustFile, open_origin, trust_list
+from kvcdn.cli.output import note, print_json, print_pairs, print_table, size
+from kvcdn.envelope import MANIFEST_MAGIC, MAX_ENVELOPE_BYTES
+from kvcdn.errors import CorruptError, IntegrityError, NotFoundError
+from kvcdn.manifest import MAX_MANIFEST_BYTES, Manifest, open_manifest
+
+if TYPE_CHECKING:
+    from kvcdn.signing import TrustList
+    from kvcdn.store import BlobStore
+
+_SHORT = 12
+"""Digits of an address in a table."""
+
+
+def inspect_object(
+    target: Annotated[str, typer.Argument(help="An object's address, its key, or a file that holds it.")],
+    origin: Origin = None,
+    endpoint: Endpoint = None,
+    trust: TrustFile = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Show a manifest or a block: its model, tokens, sizes, producer and publisher. The signature is checked."""
+    trusted = trust_list(trust)
+    path = Path(target)
+    if path.is_file():
+        where, total = str(path), path.stat().st_size
+        with path.open("rb") as file:
+            data = file.read(MAX_ENVELOPE_BYTES)
+    else:
+        store = open_origin(origin, endpoint)
+        where = _find_key(store, target)
+        info = store.stat(where)
+        total = info.size if info else 0
+        data = store.read(where, 0, MAX_ENVELOPE_BYTES)
+    if data.startswith(MANIFEST_MAGIC):
+        if total > MAX_MANIFEST_BYTES:
+            raise CorruptError(f"{where}: {total} bytes are more than a manifest can have")
+        described = _describe_manifest(open_manifest(data, where), trusted)
+    else:
+        described = _describe_block(open_header(data, where), total, trusted)
+    if as_json:
+        print_json({"object": where, **described})
+    else:
+        print_pairs([("object", where), *((key.replace("_", " "), _shown(key, value)) for key, value in described.items())])
+
+
+def list_documents(
+    origin: Origin = None,
+    endpoint: Endpoint = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Only documents of this model's name or tag.")] = None,
+    trust: TrustFile = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """List what is published at an origin. Texts cannot be told from it; labels, where publishers set them, can."""
+    store, trusted = open_origin(origin, endpoint), trust_list(trust)
+    documents = []
+    for info in store.list("v1/"):
+        if "/manifests/" in info.key:
+            try:
+                manifest = open_manifest(store.read(info.key, 0, MAX_MANIFEST_BYTES + 1), info.key)
+            except (IntegrityError, NotFoundError) as error:
+                note(f"kvcdn: {error}")
+                continue
+            if model in (None, manifest.model_name, str(manifest.tag)):
+                documents.append(_describe_manifest(manifest, trusted))
+    if as_json:
+        print_json({"origin": store.url, "documents": documents})
+    elif documents:
+        rows = [
+            [
+                str(entry["address"])[:_SHORT],
+                str(entry["model"]),
+                f"{entry['tokens']:,}",
+                size(entry["stored_bytes"]),
+                _day(entry["created"]),
+                "yes" if entry["trusted"] else "no",
+                str(entry["label"]),
+            ]
+            for entry in documents
+        ]
+        print_table(["ADDRESS", "MODEL", "TOKENS", "STORED", "CREATED", "TRUSTED", "LABEL"], rows)
+    else:
+        note(f"nothing is published at {store.url}" + (f" for {model}" if model else ""))
+
+
+def _find_key(store: BlobStore, target: str) -> str:
+    if target.startswith("v1/"):
+        return target
+    found = [info.key for info in store.list("v1/") if info.key.rsplit("/", 1)[-1].startswith(target)] if target else []
+    if len(found) == 1:
+        return found[0]
+    what = "no object" if not found else f"{len(found)} objects"
+    raise NotFoundError(f"{what} at {store.url} has an address that begins with {target!r}", hint="kvcdn ls shows the addresses")
+
+
+def _describe_manifest(manifest: Manifest, trust: TrustList) -> dict[str, Any]:
+    return {
+        "type": "manifest",
+        "address": str(manifest.address),
+        "model": manifest.model_name,
+        "model_tag": str(manifest.tag),
+        "fingerprint": str(manifest.fingerprint),
+        "precision": manifest.precision,
+        "tokens": manifest.tokens,
+        "blocks": len(manifest.blocks),
+        "block_tokens": manifest.layout.block_tokens,
+        "raw_bytes": manifest.raw_bytes,
+        "stored_bytes": manifest.stored_bytes,
+        "created": manifest.created,
+        "expires": manifest.expires,
+        "label": manifest.label,
+        "producer": manifest.producer.to_json(),
+        "publisher": manifest.publisher.text if manifest.publisher else None,
+        "trusted": manifest.publisher in trust.names,
+    }
+
+
+def _describe_block(header: BlockHeader, total: int, trust: TrustList) -> dict[str, Any]:
+    return {
+        "type": "block",
+        "address": str(header.address),
+        "model_tag": str(header.model),
+        "precision": header.precision,
+        "start": header.start,
+        "tokens": header.tokens,
+        "layers": len(header.segments),
+        "codecs": sorted({part.codec for segment in header.segments for part in segment.parts}),
+        "raw_bytes": header.raw_bytes,
+        "stored_bytes": total,
+        "complete": total == header.size,
+        "producer": header.producer.to_json(),
+        "publisher": header.publisher.text,
+        "trusted": header.publisher in trust.names,
+    }
+
+
+def _shown(key: str, value: Any) -> str:
+    if key.endswith("_bytes"):
+        return f"{size(value)} ({value:,})"
+    if key in ("created", "expires"):
+        return "-" if value is None else _day(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value) or "-"
+
+
+def _day(unix: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(unix))

@@ -1,0 +1,58 @@
+"""`kvcdn keygen`: signing keys, namespaces, and whom to trust."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvcdn.cli.options import AsJson
+from kvcdn.cli.output import print_json, print_pairs
+from kvcdn.errors import UsageError
+
+
+def keygen(
+    name: Annotated[str, typer.Option(help="Name of the signing key.")] = "default",
+    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Make a namespace secret instead.")] = None,
+    trust: Annotated[str | None, typer.Option(help="Trust this publisher's public key instead.")] = None,
+    label: Annotated[str, typer.Option("--as", help="Your name for the publisher you trust.")] = "",
+    *,
+    show: Annotated[bool, typer.Option("--show", help="Show the public key that is there; make nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a signing key (and trust it), make the secret of a private namespace, or trust another publisher."""
+    if sum((namespace is not None, trust is not None, show)) > 1:
+        raise UsageError("--namespace, --trust and --show are three different things to do", hint="give one of them")
+    if namespace is not None:
+        result = _make_namespace(namespace)
+    elif trust is not None:
+        result = _trust(trust, label)
+    else:
+        result = _signing_key(name, show=show)
+    if as_json:
+        print_json(result)
+    else:
+        print_pairs([(key.replace("_", " "), value) for key, value in result.items()])
+
+
+def _signing_key(name: str, *, show: bool) -> dict[str, str]:
+    from kvcdn.keyring import create_signing_key, load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
+
+    path = signing_key_path(name)
+    key = load_signing_key(path) if show else create_signing_key(path)
+    return {"public_key": key.public.text, "file": str(path)}
+
+
+def _make_namespace(name: str) -> dict[str, str]:
+    from kvcdn.keyring import create_namespace  # noqa: PLC0415 - see kvcdn.cli
+
+    return {"namespace": name, "file": str(create_namespace(name)), "next": "copy the file to every publisher and reader"}
+
+
+def _trust(text: str, label: str) -> dict[str, str]:
+    from kvcdn.keyring import trust_path, trust_publisher  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.signing import PublicKey  # noqa: PLC0415
+
+    key = PublicKey.from_text(text)
+    added = trust_publisher(key, label)
+    return {"trusted": key.text, "file": str(trust_path()), "status": "added" if added else "was on the list"}

@@ -1,0 +1,68 @@
+"""The `kvcdn` program: its commands, its exit codes, and how errors are shown."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from kvcdn import __version__
+from kvcdn.cli import ask, bench, demo, edge, inspect, keygen, publish, verify
+from kvcdn.cli.output import print_error
+from kvcdn.errors import KvcdnError
+
+_INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells use it: 128 + SIGINT."""
+
+app = typer.Typer(
+    name="kvcdn",
+    help="A prefill CDN: compute a document's KV cache once, deliver it like a web asset, start decoding at once.",
+    epilog="Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 not trusted or corrupt, 5 unavailable.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+app.command()(publish.publish)
+app.command()(edge.edge)
+app.command()(ask.ask)
+app.command()(verify.verify)
+app.command("inspect")(inspect.inspect_object)
+app.command("ls")(inspect.list_documents)
+app.command()(keygen.keygen)
+app.command()(demo.demo)
+app.add_typer(bench.app, name="bench")
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"kvcdn {__version__}")
+        raise typer.Exit
+
+
+def run() -> None:
+    """Runs the command line. Ends the process with the exit codes of `kvcdn.errors`."""
+    try:
+        code = app(standalone_mode=False)
+    except click.exceptions.Abort:
+        code = _INTERRUPTED
+    except KeyboardInterrupt:
+        code = _INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except KvcdnError as error:
+        print_error(error, as_json="--json" in sys.argv)
+        code = error.exit_code
+    except BrokenPipeError:
+        # The reader of our output left, as `head` does; there is nobody to tell.
+        sys.stderr.close()
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,63 @@
+"""Options that several commands share, and what they open."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcdn.errors import UsageError
+from kvcdn.paths import data_dir
+
+if TYPE_CHECKING:
+    from kvcdn.client.transport import Source
+    from kvcdn.signing import TrustList
+    from kvcdn.store import BlobStore
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id, or alias such as smollm2-135m.")]
+Origin = Annotated[
+    str | None,
+    typer.Option(envvar="KVCDN_ORIGIN", help="A folder, s3://bucket/prefix, or http(s)://host. Default: a folder of yours."),
+]
+Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint, for a server that is not AWS.")]
+Edge = Annotated[str | None, typer.Option(envvar="KVCDN_EDGE", help="URL of an edge, to be used in place of the origin.")]
+Token = Annotated[str | None, typer.Option(envvar="KVCDN_TOKEN", help="Bearer token for the edge.", show_envvar=True)]
+NamespaceName = Annotated[str | None, typer.Option("--namespace", "-n", help="Private namespace; its secret must be on this machine.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Put the document into the model's chat template, as the system message.")]
+TrustFile = Annotated[Path | None, typer.Option("--trust", help="Trust list to use in place of yours.")]
+Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def open_origin(origin: str | None, endpoint: str | None) -> BlobStore:
+    """The store that --origin names, by default the user's own folder."""
+    from kvcdn.stores import open_store  # noqa: PLC0415 - see kvcdn.cli
+
+    return open_store(origin or str(data_dir() / "origin"), endpoint=endpoint)
+
+
+def open_source(edge: str | None, origin: str | None, endpoint: str | None, token: str | None) -> Source:
+    """The source that --edge or --origin names, by default the user's own folder."""
+    from kvcdn.client.client import open_source as open_  # noqa: PLC0415 - see kvcdn.cli
+
+    if edge and not edge.startswith(("http://", "https://")):
+        raise UsageError(f"--edge takes a URL such as http://127.0.0.1:8400, not {edge!r}", hint="for a folder or bucket use --origin")
+    return open_(edge or origin or str(data_dir() / "origin"), endpoint=endpoint if not edge else None, token=token if edge else None)
+
+
+def trust_list(path: Path | None) -> TrustList:
+    """The trust list at `path`, or the user's."""
+    from kvcdn.keyring import load_trust  # noqa: PLC0415 - see kvcdn.cli
+
+    return load_trust(path)
+
+
+def quiet_libraries() -> None:
+    """Keeps transformers' own progress bars and advice out of our output. Only the program does this; the SDK does not."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers.utils import logging  # noqa: PLC0415 - see kvcdn.cli
+
+    logging.disable_progress_bar()

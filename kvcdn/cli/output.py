@@ -1,0 +1,65 @@
+"""What commands show: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvcdn.errors import KvcdnError
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on a line of its own: with --json, all that goes to standard output."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def print_text(text: str) -> None:
+    """A line of result for people."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A line beside the result."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def print_error(error: KvcdnError, *, as_json: bool) -> None:
+    """What happened, and what to do next; with --json also as the one object on standard output."""
+    note(f"kvcdn: {error}" + (f"\n       {error.hint}" if error.hint else ""))
+    if as_json:
+        print_json({"error": str(error), "hint": error.hint, "kind": type(error).__name__, "exit_code": error.exit_code})
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Names and values, aligned."""
+    rows = list(pairs)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print_text(f"{name:<{width}}  {value}")
+
+
+def print_table(headings: list[str], rows: list[list[str]]) -> None:
+    """A plain table: columns aligned, numbers as they come."""
+    widths = [max(len(row[column]) for row in [headings, *rows]) for column in range(len(headings))]
+    for row in [headings, *rows]:
+        print_text("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def size(count: float) -> str:
+    """Bytes in decimal units: `59.8 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:  # noqa: PLR2004 - the step between units
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def link(bytes_per_second: float) -> str:
+    """A link speed in the unit links are sold by: `9.1 Mbit/s`."""
+    megabits = bytes_per_second * 8 / 1e6
+    return f"{megabits / 1000:.2f} Gbit/s" if megabits >= 1000 else f"{megabits:.1f} Mbit/s"  # noqa: PLR2004 - as in `size`

@@ -1,0 +1,189 @@
+"""`kvcdn publish`: prefill documents and store their KV caches at an origin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvcdn.cli.options import AsJson, Chat, Device, Endpoint, Model, NamespaceName, Origin, TrustFile, open_origin, quiet_libraries, trust_list
+from kvcdn.cli.output import link, note, print_error, print_json, print_pairs, size
+from kvcdn.errors import KvcdnError
+
+if TYPE_CHECKING:
+    from kvcdn.keys import Namespace
+    from kvcdn.model.load import LoadedModel
+    from kvcdn.origin.publish import Publisher, PublishProgress, PublishResult
+    from kvcdn.origin.sources import Document
+
+_SECONDS_PER_DAY = 86400
+
+
+def publish(
+    source: Annotated[str, typer.Argument(help="A text file, a folder of them, an http(s) URL, or - for standard input.")],
+    model: Model,
+    origin: Origin = None,
+    endpoint: Endpoint = None,
+    precision: Annotated[Literal["native"], typer.Option(help="How KV values are kept; native is bit-exact.")] = "native",  # noqa: ARG001 - one value so far
+    namespace: NamespaceName = None,
+    label: Annotated[str, typer.Option(help="Public words to find the document by; nothing of it is public otherwise.")] = "",
+    days: Annotated[int | None, typer.Option(min=1, help="Days after which the document may be forgotten.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Signing key (PEM) to use in place of yours.")] = None,
+    trust: TrustFile = None,
+    device: Device = "cpu",
+    *,
+    chat: Chat = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say size, time and break-even link speed; write nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prefill a document with a model and store its KV cache, signed and encrypted, at an origin.
+
+    Where the same has been published already, nothing is done; an interrupted run is taken up where it ended.
+    """
+    from kvcdn.keyring import load_namespace  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415
+
+    sources = list_documents(source)
+    # The first document is read before anything slow happens.
+    first = _readable(sources[0], read_document, only=len(sources) == 1)
+    space = load_namespace(namespace)
+    if dry_run:
+        handle = _estimator(_load(model, device), space, chat=chat, as_json=as_json)
+    else:
+        publisher = _publisher(_load(model, device), origin, endpoint, space, key, trust)
+        expires = int(time.time()) + days * _SECONDS_PER_DAY if days else None
+        handle = _publishing(publisher, label, expires, chat=chat, as_json=as_json)
+    failures = []
+    for name in sources:
+        try:
+            handle(first if first and name == sources[0] else read_document(name))
+        except KvcdnError as error:
+            if len(sources) == 1:
+                raise
+            print_error(error, as_json=as_json)
+            failures.append(error)
+    if failures:
+        note(f"kvcdn: {len(failures)} of {len(sources)} documents were not published")
+        raise typer.Exit(failures[0].exit_code)
+
+
+def _readable(name: str, read: Callable[[str], Document], *, only: bool) -> Document | None:
+    """The document, or None where it is bad and others follow that may not be."""
+    try:
+        return read(name)
+    except KvcdnError:
+        if only:
+            raise
+        return None
+
+
+def _load(model: str, device: str) -> LoadedModel:
+    quiet_libraries()
+    from kvcdn.model.load import load_model  # noqa: PLC0415 - see kvcdn.cli
+
+    return load_model(model, device)
+
+
+def _publisher(
+    loaded: LoadedModel, origin: str | None, endpoint: str | None, space: Namespace, key: Path | None, trust: Path | None
+) -> Publisher:
+    from kvcdn.keyring import load_or_create_signing_key, load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.publish import Publisher  # noqa: PLC0415
+
+    if key is not None:
+        signer = load_signing_key(key)
+    else:
+        signer, new = load_or_create_signing_key(signing_key_path())
+        if new:
+            note(f"made your signing key {signing_key_path()}; readers trust it with: kvcdn keygen --trust {signer.public.text}")
+    return Publisher(loaded, open_origin(origin, endpoint), signer, namespace=space, trust=trust_list(trust))
+
+
+def _publishing(
+    publisher: Publisher, label: str, expires: int | None, *, chat: bool, as_json: bool
+) -> Callable[[Document], None]:
+    def handle(document: Document) -> None:
+        token_ids = encode_document(publisher.loaded, document, chat=chat)
+        with progress_bar(document.name, len(token_ids)) as progress:
+            result = publisher.publish(token_ids, label=label, expires=expires, progress=progress)
+        if as_json:
+            print_json({"document": document.name, **result.to_json()})
+        else:
+            _print_result(document.name, result)
+
+    return handle
+
+
+def _estimator(loaded: LoadedModel, space: Namespace, *, chat: bool, as_json: bool) -> Callable[[Document], None]:
+    from kvcdn.origin.estimate import estimate_publish  # noqa: PLC0415 - see kvcdn.cli
+
+    def handle(document: Document) -> None:
+        estimate = estimate_publish(loaded, encode_document(loaded, document, chat=chat), space)
+        if as_json:
+            print_json({"document": document.name, **estimate.to_json()})
+            return
+        break_even = link(estimate.break_even_bytes_per_second)
+        print_pairs(
+            [
+                ("document", document.name),
+                ("tokens", f"{estimate.tokens:,} in {estimate.blocks} blocks"),
+                ("size", f"{size(estimate.raw_bytes)} raw, about {size(estimate.stored_bytes)} stored (ratio {estimate.ratio})"),
+                ("time", f"about {estimate.prefill_seconds:.1f} s at {estimate.tokens_per_second:,.0f} tokens/s on this machine"),
+                ("break-even", f"readers as fast as this machine gain on links above {break_even}; below, they prefill sooner"),
+                ("measured on", f"the first {estimate.measured_tokens:,} tokens; nothing was written"),
+            ]
+        )
+
+    return handle
+
+
+def encode_document(loaded: LoadedModel, document: Document, *, chat: bool) -> tuple[int, ...]:
+    """The token ids under which a document is published and asked about."""
+    from kvcdn.model.tokens import encode_chat, encode_text  # noqa: PLC0415 - see kvcdn.cli
+
+    if chat:
+        return encode_chat(loaded.tokenizer, document.messages(), answer_follows=False).token_ids
+    return encode_text(loaded.tokenizer, document.text).token_ids
+
+
+@contextmanager
+def progress_bar(name: str, tokens: int) -> Iterator[Callable[[PublishProgress], None]]:
+    from rich.console import Console  # noqa: PLC0415 - see kvcdn.cli
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens, {task.fields[speed]}, {task.fields[stored]} stored"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name[-40:], total=tokens, speed="- tokens/s", stored="0 B")
+
+        def show(progress: PublishProgress) -> None:
+            computed = progress.tokens_done - progress.tokens_loaded
+            speed = f"{computed / progress.seconds:,.0f} tokens/s" if computed and progress.seconds else "- tokens/s"
+            bar.update(task, completed=progress.tokens_done, speed=speed, stored=size(progress.bytes_stored))
+
+        yield show
+
+
+def _print_result(name: str, result: PublishResult) -> None:
+    if result.status == "exists":
+        did = "published already, nothing to do"
+    else:
+        loaded = f", {result.tokens_loaded:,} tokens were there already" if result.tokens_loaded else ""
+        did = f"published in {result.seconds:.1f} s at {result.tokens_per_second or 0:,.0f} tokens/s{loaded}"
+    print_pairs(
+        [
+            ("document", f"{name}: {did}"),
+            ("address", result.address),
+            ("model", f"{result.model} ({result.fingerprint[:16]}), namespace {result.namespace}"),
+            ("tokens", f"{result.tokens:,} in {result.blocks} blocks, {result.blocks_uploaded} of them uploaded"),
+            ("size", f"{size(result.raw_bytes)} raw, {size(result.stored_bytes)} stored (ratio {result.ratio:.3f})"),
+        ]
+    )

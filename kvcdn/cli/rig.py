@@ -1,0 +1,86 @@
+"""The rig of demo and benchmarks: a real document published into a temporary origin, an edge process before it, and a client.
+
+Nothing of the user's is touched: keys, trust and folders are the rig's own and vanish with it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcdn.cli.options import quiet_libraries
+from kvcdn.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvcdn.client import Client
+    from kvcdn.edge.launch import RunningEdge
+    from kvcdn.origin.publish import PublishProgress, PublishResult
+
+QUESTION = "What is this document about?"
+
+_SYSTEM_DOCUMENT = Path("/usr/share/common-licenses/GPL-3")
+"""A real text on every Debian machine; elsewhere Python's own reference topics serve."""
+
+
+@dataclass(frozen=True)
+class Rig:
+    """What a measurement needs. `client` reads from `edge`, whose cache is cold until somebody asks."""
+
+    client: Client
+    edge: RunningEdge
+    document: str
+    published: PublishResult
+
+
+@contextmanager
+def running_rig(
+    model: str, document: Path | None, tokens: int, progress: Callable[[PublishProgress], None], *, device: str = "cpu"
+) -> Iterator[Rig]:
+    """Publishes the first `tokens` tokens of `document` (by default a text found on the machine) and serves them."""
+    quiet_libraries()
+    from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.client.client import open_source  # noqa: PLC0415
+    from kvcdn.edge.launch import launch_edge  # noqa: PLC0415
+    from kvcdn.model.load import bind_model, load_transformers  # noqa: PLC0415
+    from kvcdn.model.tokens import encode_text  # noqa: PLC0415
+    from kvcdn.origin.publish import Publisher  # noqa: PLC0415
+    from kvcdn.signing import SigningKey, TrustList  # noqa: PLC0415
+    from kvcdn.stores import open_store  # noqa: PLC0415
+
+    transformer, tokenizer, checkpoint = load_transformers(model, device)
+    loaded = bind_model(transformer, tokenizer, checkpoint)
+    text = _first_tokens(tokenizer, document_text(document), tokens)
+    key = SigningKey.generate()
+    with tempfile.TemporaryDirectory(prefix="kvcdn-") as folder:
+        origin = str(Path(folder) / "origin")
+        publisher = Publisher(loaded, open_store(origin), key)
+        published = publisher.publish(encode_text(tokenizer, text).token_ids, progress=progress)
+        with launch_edge(origin=origin, cache_dir=Path(folder) / "cache", log_level="warning") as edge:
+            source = open_source(edge.url)
+            with Client(transformer, tokenizer, source, checkpoint=checkpoint, trust=TrustList.of(key.public)) as client:
+                yield Rig(client, edge, text, published)
+
+
+def document_text(document: Path | None) -> str:
+    """The text of `document`, or of one that is on the machine."""
+    from kvcdn.origin.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
+
+    if document is not None:
+        return read_document(str(document)).text
+    if _SYSTEM_DOCUMENT.is_file():
+        return _SYSTEM_DOCUMENT.read_text("utf-8")
+    from pydoc_data.topics import topics  # noqa: PLC0415 - 700 kB, wanted here only
+
+    return "\n\n".join(str(text) for text in topics.values())
+
+
+def _first_tokens(tokenizer: object, text: str, tokens: int) -> str:
+    """The start of `text` that is `tokens` tokens long. Raises UsageError where it is shorter."""
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)  # type: ignore[operator] # a transformers tokenizer
+    if len(encoded["input_ids"]) < tokens:
+        raise UsageError(f"the document has {len(encoded['input_ids']):,} tokens, {tokens:,} are asked for", hint="give --document")
+    return text[: encoded["offset_mapping"][tokens - 1][1]]

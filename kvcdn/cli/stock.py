@@ -1,0 +1,53 @@
+"""The model without kvcdn: stock generate() over the whole prompt at once, the fastest a user has. What benchmarks compare with."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcdn.client.client import FirstTokenClock
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+    from kvcdn.client import Client
+
+
+@dataclass(frozen=True)
+class StockAnswer:
+    """Greedy tokens, and seconds until the first of them."""
+
+    token_ids: tuple[int, ...]
+    first_token_s: float
+
+
+def stock_answer(client: Client, document: str, question: str, tokens: int) -> StockAnswer:
+    """Tokenises the whole prompt and generates, timed from the text on."""
+    started = time.perf_counter()
+    return _generate(client, client.question(document, question).token_ids, None, tokens, started)
+
+
+def floor_answer(client: Client, token_ids: tuple[int, ...], cache: Cache, tokens: int) -> StockAnswer:
+    """Generates from a KV cache that is in memory already: no kvcdn, no prefill, no tokenising. Uses the cache up."""
+    return _generate(client, token_ids, cache, tokens, time.perf_counter())
+
+
+def _generate(client: Client, token_ids: tuple[int, ...], cache: Cache | None, tokens: int, started: float) -> StockAnswer:
+    from kvcdn.model.cache import cache_argument  # noqa: PLC0415 - see kvcdn.cli
+
+    model, clock = client.model, FirstTokenClock()
+    ids = torch.tensor([token_ids], dtype=torch.long, device=model.device)
+    given = {} if cache is None else {cache_argument(model.forward): cache}
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            stopping_criteria=[clock],
+            **given,
+        )
+    return StockAnswer(tuple(int(token) for token in output[0, len(token_ids) :]), clock.at - started)

@@ -1,0 +1,96 @@
+"""Edges before real origins: an S3 server, and another edge."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+import pytest
+from support.blocks import Document, make_document
+from support.edge_process import ask, ask_match, connect, exchange, origin_gets, origin_stats, running_edge
+from support.seaweed import S3Server
+
+from kvcdn.edge.launch import RunningEdge
+from kvcdn.stores import open_store
+from kvcdn.stores.folder import FolderStore
+
+MOST_RESIDENT_BYTES = 120_000_000
+
+GROWTH_BYTES = 16_000_000
+"""What a later round may add to the first one's peak: less than two blocks."""
+
+
+def read_by_many(edge: RunningEdge, document: Document, readers: int = 8) -> None:
+    """Every block, by `readers` at once, each beginning elsewhere; all must come right."""
+    keys = list(document.blocks)
+    right: list[bool] = []
+
+    def read(first: int) -> None:
+        with contextlib.closing(connect(edge.url)) as connection:
+            for key in keys[first:] + keys[:first]:
+                right.append(document.blocks[key] == exchange(connection, f"/{key}").body)
+
+    threads = [threading.Thread(target=read, args=(number % len(keys),)) for number in range(readers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [True] * (readers * len(keys)) == right
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_memory_stays_flat_while_filling_and_serving(
+    kind: str, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 MB blocks that do not all fit, filled and read by many: resident memory stays under 120 MB and does not grow."""
+    document = make_document(tokens=1024 * 6, layers=16, heads=4, dim=64)
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    if kind == "s3":
+        origin = s3_server.url("edge-memory")
+    else:
+        origin = str(tmp_path / "origin")
+    document.publish(open_store(origin))
+    with running_edge(origin, tmp_path / "cache", capacity="30MB") as edge:
+        peaks = []
+        for _ in range(3):
+            read_by_many(edge, document)
+            peaks.append(edge.resident_bytes("VmHWM"))
+        assert peaks[-1] <= MOST_RESIDENT_BYTES, peaks
+        assert peaks[-1] - peaks[0] <= GROWTH_BYTES, peaks
+
+
+def test_an_edge_before_s3_asks_once(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Match by lookups, then one request an object, then none, with what was published."""
+    document = make_document(tokens=3000, seed=41)
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    url = s3_server.url("edge-once")
+    document.publish(open_store(url))
+    with running_edge(url, tmp_path / "cache") as edge:
+        for _ in range(2):
+            assert len(document.blocks) == ask_match(edge.url, document.model.tag, document.addresses).json()["matched"]
+            for key, data in document.objects.items():
+                assert data == ask(edge.url, f"/{key}").body
+        assert (len(document.objects), len(document.blocks)) == (origin_gets(edge.url), origin_stats(edge.url))
+        assert 404 == ask(edge.url, f"/v1/{'0' * 32}/manifests/{'0' * 64}").status
+
+
+def test_an_edge_before_an_edge(tmp_path: Path) -> None:
+    """Tiers: the near edge fills from the far one, with its token, and goes on serving and matching when that is gone."""
+    document = make_document(tokens=2500, seed=42)
+    document.publish(FolderStore(tmp_path / "origin"))
+    token = "the-far-edge-asks-for-this"
+    cached, *rest = list(document.blocks)
+    with running_edge(str(tmp_path / "origin"), tmp_path / "far", token=token) as far:
+        with running_edge(far.url, tmp_path / "near", origin_token=token) as near:
+            assert len(document.blocks) == ask_match(near.url, document.model.tag, document.addresses).json()["matched"]
+            assert document.blocks[cached] == ask(near.url, f"/{cached}").body
+            assert 404 == ask(near.url, f"/v1/{'0' * 32}/manifests/{'0' * 64}").status
+            far.process.terminate()
+            far.process.wait(10)
+            reply = ask(near.url, f"/{cached}", headers={"Range": "bytes=1-100"})
+            assert (206, document.blocks[cached][1:101]) == (reply.status, reply.body)
+            assert 504 == ask(near.url, f"/{rest[0]}").status
+            assert 1 <= ask_match(near.url, document.model.tag, document.addresses).json()["matched"]
