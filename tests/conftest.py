@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.seaweed import S3Server, running_seaweed
@@ -13,3 +14,21 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A real S3 server with an empty bucket, an identity that may write and one that may only read."""
     with running_seaweed(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny Llama checkpoint with random weights."""
+    from support.tiny import tiny_checkpoint
+
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a home of its own: no key, trust list or memory of the user's is read or written."""
+    home = tmp_path_factory.mktemp("home")
+    for variable in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(variable, str(home / variable.lower()))
+    for variable in ("KVCDN_ORIGIN", "KVCDN_EDGE", "KVCDN_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)

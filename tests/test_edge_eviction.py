@@ -62,8 +62,8 @@ def test_relief_frees_what_is_asked_or_all_there_is() -> None:
 
 
 @given(
-    st.integers(1, 40),
-    st.lists(st.tuples(st.sampled_from("rctxd"), st.integers(0, 9), st.integers(1, 9 * UNIT)), max_size=120),
+    st.integers(3, 12),
+    st.lists(st.tuples(st.sampled_from("rrrrcctxd"), st.integers(0, 9), st.integers(1, 4 * UNIT)), min_size=30, max_size=80),
 )
 def test_the_cap_holds_under_any_load(blocks: int, steps: list[tuple[str, int, int]]) -> None:
     """A model with plain dicts agrees on every byte, and used plus reserved never exceeds the cap."""

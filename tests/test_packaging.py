@@ -174,3 +174,11 @@ def test_help_loads_nothing_heavy(installed: Path) -> None:
     assert "publish" in done.stdout
     assert "kvcdn" in done.stderr.split()
     assert set() == set(done.stderr.split()) & HEAVY
+
+
+def test_misuse_ends_with_the_usage_code(installed: Path) -> None:
+    """A command that is not there ends with exit code 2 and a sentence, not with a traceback."""
+    done = run(installed, "from kvcdn.cli.main import run\nrun()", "nonsense")
+    assert done.returncode == 2
+    assert "nonsense" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcdn.block import BlockHeader, open_header
 from kvcdn.cli.options import AsJson, Endpoint, Origin, TrustFile, open_origin, trust_list
 from kvcdn.cli.output import note, print_json, print_pairs, print_table, size
-from kvcdn.envelope import MANIFEST_MAGIC, MAX_ENVELOPE_BYTES
 from kvcdn.errors import CorruptError, IntegrityError, NotFoundError
-from kvcdn.manifest import MAX_MANIFEST_BYTES, Manifest, open_manifest
 
 if TYPE_CHECKING:
+    from kvcdn.block import BlockHeader
+    from kvcdn.manifest import Manifest
     from kvcdn.signing import TrustList
     from kvcdn.store import BlobStore
 
@@ -32,6 +31,10 @@ def inspect_object(
     as_json: AsJson = False,
 ) -> None:
     """Show a manifest or a block: its model, tokens, sizes, producer and publisher. The signature is checked."""
+    from kvcdn.block import open_header  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.envelope import MANIFEST_MAGIC, MAX_ENVELOPE_BYTES  # noqa: PLC0415
+    from kvcdn.manifest import MAX_MANIFEST_BYTES, open_manifest  # noqa: PLC0415
+
     trusted = trust_list(trust)
     path = Path(target)
     if path.is_file():
@@ -65,6 +68,8 @@ def list_documents(
     as_json: AsJson = False,
 ) -> None:
     """List what is published at an origin. Texts cannot be told from it; labels, where publishers set them, can."""
+    from kvcdn.manifest import MAX_MANIFEST_BYTES, open_manifest  # noqa: PLC0415 - see kvcdn.cli
+
     store, trusted = open_origin(origin, endpoint), trust_list(trust)
     documents = []
     for info in store.list("v1/"):

@@ -129,6 +129,8 @@ def _tensor_lines(files: list[Path]) -> bytes:
 
 
 def _hash_tensors(path: Path) -> Iterator[tuple[str, bytes]]:
+    if not path.stat().st_size:
+        raise CorruptError(f"{path} is empty")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
         for name, dtype, shape, start, end in _read_safetensors_header(view, path):
             with view[start:end] as data:
@@ -151,7 +153,7 @@ def _read_safetensors_header(view: memoryview, path: Path) -> list[tuple[str, st
                 raise ValueError(f"tensor {name!r} lies outside the file")
             entries.append((name, entry["dtype"], entry["shape"], base + start, base + end))
         return entries
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise CorruptError(f"{path} is not a readable safetensors file: {error}") from None
 
 

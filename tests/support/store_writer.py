@@ -1,4 +1,4 @@
-"""A process that writes into a folder store, to be killed or starved: `python store_writer.py FOLDER slow|loop|large [BYTES]`."""
+"""A process that writes into a folder store, to be killed or starved: `store_writer.py FOLDER slow|loop|large [BYTES]`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ class SlowPieces(Sequence[bytes]):
     def __iter__(self) -> Iterator[bytes]:
         yield self[0]
         if (Path(sys.argv[1]) / ".tmp").exists():  # not while sizes are summed up, before anything is written
-            print("half", flush=True)
+            say("half")
             time.sleep(60)
         yield self[1]
+
+
+def say(line: str) -> None:
+    """Tells the test, at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def content(number: int) -> bytes:
@@ -49,7 +55,7 @@ def main() -> None:
         elif mode == "loop":
             for number in itertools.count():
                 store.create(f"loop/{time.time_ns()}", [content(number)])
-                print(number, flush=True)
+                say(str(number))
         elif mode == "large":
             limit = int(sys.argv[3])
             if limit:
@@ -57,7 +63,7 @@ def main() -> None:
             store.create("large/object", [b"x" * OBJECT_BYTES] * 2)
     except KvcdnError as error:
         left = [str(path) for path in Path(sys.argv[1]).rglob("*") if path.is_file()]
-        print(json.dumps({"error": type(error).__name__, "message": str(error), "hint": error.hint, "left": left}))
+        say(json.dumps({"error": type(error).__name__, "message": str(error), "hint": error.hint, "left": left}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""Settings sources: a service's TOML file and its variables, and how what is wrong with them is told.
+
+What a service can be told is a model of its own (`kvcdn.edge.settings`, `kvcdn.origin.settings`); where settings come from and how
+they are refused is the same for all, and here. The only core module besides `keyring` that reads a file.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcdn.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SettingsSources:
+    """Where one service's settings come from."""
+
+    service: str
+    """Its name in errors, such as `edge`."""
+    env_prefix: str
+    """What its variables begin with, such as `KVCDN_EDGE_`."""
+    sample: str
+    """The commented sample file that errors point to."""
+
+    def read_file(self, path: Path | None) -> dict[str, Any]:
+        """The settings in the file at `path`; none without a path. Raises UsageError."""
+        if path is None:
+            return {}
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            hint = f"{self.sample} is a sample to start from"
+            raise UsageError(f"cannot read settings from {path}: {error}", hint=hint) from None
+
+    def refuse_unknown_variables(self, fields: Iterable[str]) -> None:
+        """Raises UsageError where the environment sets a variable of this service that is none of `fields`."""
+        known = {self.env_prefix + name.upper() for name in fields}
+        for name in sorted(os.environ):
+            if name.startswith(self.env_prefix) and name not in known:
+                hint = f"{self.sample} names every setting"
+                raise UsageError(f"the environment sets {name}, which is no setting", hint=hint)
+
+    def refusal(self, problems: Iterable[Mapping[str, Any]]) -> UsageError:
+        """The error for what a pydantic ValidationError's `errors(include_input=False)` lists: a field and what ails it, each."""
+        listed = "; ".join(_problem_lines(problems))
+        return UsageError(f"{self.service} settings: {listed}", hint=f"{self.sample} explains every setting")
+
+
+def _problem_lines(problems: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    for problem in problems:
+        field = ".".join(str(part) for part in problem["loc"])
+        match problem["type"]:
+            case "extra_forbidden":
+                yield f"{field} is no setting"
+            case "missing":
+                yield f"{field} is missing"
+            case _:
+                yield f"{field}: {problem['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,75 @@
+"""A publisher's settings: one frozen model, from a TOML file, the environment and the command line.
+
+For machines that publish unattended: what a person would give `kvcdn publish` as options. Credentials for S3 are no settings; they come
+from where boto3 looks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+
+from kvcdn.producer import MAX_TEXT
+from kvcdn.settings import SettingsSources
+
+SOURCES = SettingsSources(service="publisher", env_prefix="KVCDN_PUBLISHER_", sample="infra/origin.toml")
+
+MAX_DAYS = 36_500
+"""A century; more is a date or a count of seconds by mistake."""
+
+
+def _checked_origin(url: str) -> str:
+    # Not shown in the message: what somebody puts into a URL may be a password.
+    if url.lower().startswith(("http://", "https://")):
+        raise ValueError("http(s) origins can only be read; name a folder or s3://bucket/prefix")
+    return url
+
+
+class PublisherSettings(BaseSettings):
+    """Everything a publisher is told. Read once, at the start; nothing changes while it runs."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=SOURCES.env_prefix, extra="forbid", frozen=True, env_ignore_empty=True, hide_input_in_errors=True
+    )
+
+    origin: Annotated[str, AfterValidator(_checked_origin)] | None = Field(
+        default=None,
+        min_length=1,
+        description="Where objects go: a folder or s3://bucket/prefix. Without it, a folder of the user's.",
+    )
+    endpoint: str | None = Field(default=None, description="The S3 endpoint, for a server that is not AWS.")
+    model: str = Field(min_length=1, description="What prefills: a checkpoint folder, a hub id or an alias.")
+    device: str = Field(default="cpu", min_length=1, description="Where the model runs: cpu, cuda, cuda:1.")
+    namespace: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Private namespace, whose secret is on this machine. Without it, the public one.",
+    )
+    key_file: Path | None = Field(default=None, description="Signing key (PEM). Without it, the user's own key.")
+    trust_file: Path | None = Field(
+        default=None,
+        description="Publishers whose blocks may be built upon, a key a line. Without it, the user's own list.",
+    )
+    label: str = Field(default="", max_length=MAX_TEXT, description="Public words that each manifest carries.")
+    days: int | None = Field(
+        default=None, ge=1, le=MAX_DAYS, description="Days after which a document may be forgotten. Without it, never."
+    )
+
+
+def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> PublisherSettings:
+    """Settings from, strongest first: `overrides`, the environment (KVCDN_PUBLISHER_*), the file at `path`, the defaults.
+
+    An override of None counts as not given. Raises UsageError that names the field and the place it came from.
+    """
+    from_file = SOURCES.read_file(path)
+    given = {name: value for name, value in overrides.items() if value is not None}
+    SOURCES.refuse_unknown_variables(PublisherSettings.model_fields)
+    try:
+        from_environment = EnvSettingsSource(PublisherSettings)()
+        return PublisherSettings(**{**from_file, **from_environment, **given})
+    except ValidationError as error:
+        raise SOURCES.refusal(error.errors(include_input=False, include_url=False)) from None

@@ -1,0 +1,48 @@
+"""A text published with a tiny model: origin, key, and a client that reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.tiny import TEXT
+
+from kvcdn.client import Client
+from kvcdn.client.transport import StoreSource
+from kvcdn.model.load import LoadedModel, load_model
+from kvcdn.model.tokens import encode_text
+from kvcdn.origin.publish import Publisher, PublishResult
+from kvcdn.signing import SigningKey, TrustList
+from kvcdn.store import BlobStore
+from kvcdn.stores.memory import MemoryStore
+
+
+@dataclass
+class Published:
+    """What a test of the reading side starts from."""
+
+    loaded: LoadedModel
+    store: BlobStore
+    key: SigningKey
+    text: str
+    token_ids: tuple[int, ...]
+    result: PublishResult
+
+    def client(self, source: Any = None, **options: Any) -> Client:
+        """A client of this model that trusts the publisher and reads from the store, or from `source`."""
+        options.setdefault("trust", TrustList.of(self.key.public))
+        source = StoreSource(self.store) if source is None else source
+        return Client(self.loaded.model, self.loaded.tokenizer, source, **options)
+
+
+def publish_text(checkpoint: Path, *, text: str = TEXT, store: BlobStore | None = None, tokens: int | None = None) -> Published:
+    """Publishes `text`, or its first `tokens` tokens, with the model in `checkpoint`."""
+    loaded = load_model(str(checkpoint))
+    store, key = store or MemoryStore(), SigningKey.generate()
+    if tokens is not None:
+        offsets = loaded.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        text = text[: offsets[tokens - 1][1]]
+    token_ids = encode_text(loaded.tokenizer, text).token_ids
+    result = Publisher(loaded, store, key).publish(token_ids)
+    return Published(loaded, store, key, text, token_ids, result)

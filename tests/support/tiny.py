@@ -1,0 +1,68 @@
+"""Tiny models of real architecture classes, with random weights and a real tokenizer, saved as checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+TEXT = (ROOT / "LICENSE").read_text("utf-8")
+"""A real text of some 3,000 tokens under the tiny tokenizer."""
+
+FULL_ATTENTION_KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "phi", "qwen3_moe", "olmo2")
+"""Architectures whose caches this version carries."""
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+
+_EXTRA: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, trained on a real text, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    return fast
+
+
+def tiny_checkpoint(
+    folder: Path, kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **config: Any
+) -> Path:
+    """Writes a checkpoint of the architecture `kind` into `folder` and returns it. Equal arguments give equal weights."""
+    tokenizer = tiny_tokenizer(folder)
+    settings = {**_SMALL, **_EXTRA.get(kind, {}), "vocab_size": len(tokenizer), **config}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=dtype)
+    model.save_pretrained(folder)
+    return folder
