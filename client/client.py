@@ -206,8 +206,9 @@ class Client:
             return attempt
         started = time.perf_counter()
         try:
-            chain = Chain(self.loaded.identity, self.namespace, prompt.token_ids)
-            attempt.published = find_published(self.source, chain, prompt.boundaries)
+            attempt.published = find_published(
+                self.source, Chain(self.loaded.identity, self.namespace, prompt.token_ids), prompt.boundaries
+            )
         except KvcdnError as error:
             attempt.report.miss(error)
         seconds["match"] = time.perf_counter() - started

@@ -107,7 +107,7 @@ def probe_lead(keys: Sequence[str], exists: Any) -> int:
 class EdgeSource:
     """Objects from a kvcdn edge, or from any web server over the same keys."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, *, stall_seconds: float = STALL_SECONDS) -> None:
         """`url` is http or https, with an optional path. Raises UsageError."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
@@ -115,6 +115,7 @@ class EdgeSource:
         self.url = url.rstrip("/")
         self._parts: SplitResult = parts
         self._base = parts.path.rstrip("/")
+        self._stall_seconds = stall_seconds
         self._headers = {"User-Agent": "kvcdn"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._idle: list[http.client.HTTPConnection] = []
@@ -203,7 +204,7 @@ class EdgeSource:
         if connection.sock is None:
             connection.connect()
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sock.settimeout(STALL_SECONDS)
+            connection.sock.settimeout(self._stall_seconds)
         connection.request(method, self._base + path, body=body, headers={**self._headers, **(headers or {})})
 
 

@@ -21,7 +21,7 @@ from kvcdn.edge.inspection import inspect_head
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.outcome import REMEMBERED_SECONDS, CacheOutcome, Reason, Refusal
-from kvcdn.edge.storage import DISK_FULL, DiskCache, OpenEntry, delete_files
+from kvcdn.edge.storage import DISK_FULL, DiskCache, OpenEntry
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
@@ -196,7 +196,7 @@ class Fetcher:
             if room is not None:
                 self._cache.release(room)
             if room is not None and isinstance(error, OSError) and error.errno in DISK_FULL:
-                await in_thread(delete_files, self._cache.relieve(size))
+                self._cache.relieve(size)
             raise
         if room is not None:
             self._cache.commit(room, etag)

@@ -9,7 +9,8 @@ says is deleted. The id is new for every file, so that deleting an evicted file 
 a file after a start checks its envelope again, against the trust list of today.
 
 `DiskCache` belongs to the event loop's thread and only opens and forgets files; whatever may take long (`Staging`, deleting
-victims) is done by the threads that fill.
+victims) is done by the threads that fill. Room is promised before victims are deleted, and may be promised to another fill than
+the one that evicted them: so whoever begins to write first deletes all victims of everyone (`Departed`).
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
+from threading import Lock
 
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.edge.eviction import LruEviction
@@ -71,15 +74,33 @@ class OpenEntry:
     entry: Entry
 
 
+class Departed:
+    """Files that the index has forgotten and the disk still holds. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._paths: deque[Path] = deque()
+        self._deleting = Lock()
+
+    def add(self, paths: Iterable[Path]) -> None:
+        """Notes `paths` for deletion; never waits."""
+        self._paths.extend(paths)
+
+    def delete(self) -> None:
+        """On return everything noted before the call is deleted, whoever did it."""
+        with self._deleting:
+            while self._paths:
+                delete_files([self._paths.popleft()])
+
+
 @dataclass(frozen=True)
 class Room:
-    """Space set aside for one object. The victims must be deleted before the first byte is written."""
+    """Space set aside for one object, free once `departed` are deleted."""
 
     name: ObjectName
     size: int
     staging: Path
     final: Path
-    victims: tuple[Path, ...] = field(repr=False)
+    departed: Departed = field(repr=False)
 
 
 class DiskCache:
@@ -93,6 +114,7 @@ class DiskCache:
         self._folder = folder.expanduser().absolute()
         self._eviction = LruEviction(capacity)
         self._entries: dict[str, Entry] = {}
+        self._departed = Departed()
         self.evicted = 0
         """Objects evicted since the start."""
         try:
@@ -176,7 +198,8 @@ class DiskCache:
             return None
         file = f"{name.address}.{name.tag}.{name.kind}.{size}.{secrets.token_hex(_ID_BYTES)}"
         folder = self._folder / "objects" / str(name.address)[:2]
-        return Room(name, size, self._folder / "staging" / file, folder / file, self._forget(victims))
+        self._forget(victims)
+        return Room(name, size, self._folder / "staging" / file, folder / file, self._departed)
 
     def commit(self, room: Room, etag: str) -> None:
         """Adds the object that now lies, complete, in its room."""
@@ -190,14 +213,13 @@ class DiskCache:
         """Gives a room back in which nothing lies."""
         self._eviction.release(room.size)
 
-    def relieve(self, size: int) -> tuple[Path, ...]:
-        """Forgets objects of `size` bytes or more together, because the disk is full below the cap; the files to delete."""
-        return self._forget(self._eviction.relieve(size))
+    def relieve(self, size: int) -> None:
+        """Forgets objects of `size` bytes or more together, because the disk is full below the cap."""
+        self._forget(self._eviction.relieve(size))
 
-    def _forget(self, victims: Iterable[str]) -> tuple[Path, ...]:
-        paths = tuple(self._entries.pop(key).path for key in victims)
-        self.evicted += len(paths)
-        return paths
+    def _forget(self, victims: Sequence[str]) -> None:
+        self._departed.add([self._entries.pop(key).path for key in victims])
+        self.evicted += len(victims)
 
     def _make_folders(self) -> None:
         self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -220,20 +242,21 @@ class DiskCache:
                 delete_files([old.path])
             self._entries[key] = entry
             self._eviction.add(key, entry.size)
-        delete_files(self._forget(self._eviction.trim()))
+        self._forget(self._eviction.trim())
+        self._departed.delete()
 
 
 class Staging:
     """A file that becomes a cached object, or nothing at all. For one thread."""
 
     def __init__(self, room: Room | None) -> None:
-        """Opens an empty file in `room`, whose victims are deleted first; without a room, a nameless temporary file."""
+        """Opens an empty file in `room`, once what left for it is deleted; without a room, a nameless temporary file."""
         self._room = room
         if room is None:
             with tempfile.TemporaryFile(buffering=0) as file:
                 self._file = os.dup(file.fileno())
         else:
-            delete_files(room.victims)
+            room.departed.delete()
             self._file = os.open(room.staging, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
 
     def write(self, piece: bytes) -> None:

@@ -1,8 +1,9 @@
 """The local stack: a real S3 server, an edge before it and one published document, on this machine, until Ctrl-C.
 
-Every part is the real one, started as an operator would: SeaweedFS with two identities, `kvcdn keygen`, `kvcdn publish` as the one that may
-write, `kvcdn edge` as the one that may only read. Keys, trust list and data lie in one folder, so nothing of the user's own is touched.
-"""
+Every part is the real one, started as an operator would: SeaweedFS with two identities, `kvcdn keygen`, `kvcdn publish` as
+the identity that may write, `kvcdn edge` as the one that may only read. Keys, trust list and data lie in one folder, so
+nothing of the user's own is touched.
+"""  # noqa: INP001 - a program, not a module of a package
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from kvcdn.digest import Digest
+from kvcdn.keys import manifest_key, model_tag
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -168,6 +172,7 @@ def running_stack(folder: Path, options: argparse.Namespace) -> Iterator[Stack]:
             _kvcdn(["keygen"], publisher)
         _note(f"publishing {document} with {options.model} to {ORIGIN} at {endpoint} ...")
         published = _kvcdn(["publish", str(document), "--model", options.model, "--origin", ORIGIN, "--json"], publisher)
+        fingerprint, address = (Digest.parse(published[name], name) for name in ("fingerprint", "address"))
         reader = _environment(folder, endpoint, keys["edge"])
         edge, url = stopping.enter_context(_edge(folder, options.listen, reader))
         yield Stack(
@@ -176,7 +181,7 @@ def running_stack(folder: Path, options: argparse.Namespace) -> Iterator[Stack]:
             endpoint=endpoint,
             model=options.model,
             document=document,
-            manifest_key=f"v1/{_model_tag(published['address'], publisher)}/manifests/{published['address']}",
+            manifest_key=manifest_key(model_tag(fingerprint), address),
             children={"S3 server": server, "edge": edge},
         )
 
@@ -187,9 +192,8 @@ def ask_once(stack: Stack) -> int:
     report = answer["report"]
     _note(json.dumps(report))
     sound = report["reason"] is None and report["tokens_reused"] > 0
-    _note(
-        f"local-stack: {report['tokens_reused']} of {report['tokens_total']} tokens from the cache: {'sound' if sound else 'NOT sound'}"
-    )
+    counts = f"{report['tokens_reused']} of {report['tokens_total']} tokens came from the cache"
+    _note(f"local-stack: {counts}, {'as they should' if sound else 'which is too few'}")
     return 0 if sound else 1
 
 
@@ -207,8 +211,8 @@ def _tell(stack: Stack) -> None:
     sys.stdout.flush()
 
 
-def _watch(stack: Stack) -> None:
-    """Returns never; raises StackError when a child ends by itself."""
+def _watch(stack: Stack) -> NoReturn:
+    """Waits. Raises StackError when a child ends by itself."""
     while True:
         for name, process in stack.children.items():
             if process.poll() is not None:
@@ -260,7 +264,7 @@ def _child(
     """A process of its own group, so that Ctrl-C reaches it through us; where possible the kernel ends it if we are killed."""
     guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     with log.open("wb") as output:
-        process = subprocess.Popen(
+        process = subprocess.Popen(  # noqa: S603 - the commands are those above
             [*guard, *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -301,14 +305,10 @@ def _make_bucket(endpoint: str, keys: tuple[str, str]) -> None:
     from botocore.config import Config  # noqa: PLC0415 - as above
 
     config = Config(signature_version="s3v4", s3={"addressing_style": "path"}, proxies={})
-    access = {"aws_access_key_id": keys[0], "aws_secret_access_key": keys[1], "region_name": "us-east-1"}
-    with contextlib.closing(Session(**access).client("s3", endpoint_url=endpoint, config=config)) as client:
+    session = Session(aws_access_key_id=keys[0], aws_secret_access_key=keys[1], region_name="us-east-1")
+    with contextlib.closing(session.client("s3", endpoint_url=endpoint, config=config)) as client:
         if BUCKET not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
             client.create_bucket(Bucket=BUCKET)
-
-
-def _model_tag(address: str, environment: dict[str, str]) -> str:
-    return str(_kvcdn(["inspect", address, "--origin", ORIGIN, "--json"], environment)["model_tag"])
 
 
 # -- files and commands -----------------------------------------------------------------------------------------------------
@@ -348,11 +348,13 @@ def _kvcdn(arguments: Sequence[str], environment: dict[str, str]) -> dict[str, A
     """Runs a command and returns its JSON, where it prints any. Raises StackError."""
     command = [str(_program()), *arguments]
     try:
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=COMMAND_SECONDS, check=False)
+        done = subprocess.run(  # noqa: S603 - the commands are those above
+            command, env=environment, stdout=subprocess.PIPE, text=True, timeout=COMMAND_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise StackError(f"{shlex.join(['kvcdn', *arguments])} took more than {COMMAND_SECONDS:.0f} s") from None
+        raise StackError(f"{shlex.join(command)} took more than {COMMAND_SECONDS:.0f} s") from None
     if done.returncode != 0:
-        raise StackError(f"{shlex.join(['kvcdn', *arguments])} ended with {done.returncode}")
+        raise StackError(f"{shlex.join(command)} ended with {done.returncode}")
     return dict(json.loads(done.stdout)) if "--json" in arguments else {}
 
 

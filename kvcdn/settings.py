@@ -1,7 +1,7 @@
 """Settings sources: a service's TOML file and its variables, and how what is wrong with them is told.
 
-What a service can be told is a model of its own (`kvcdn.edge.settings`, `kvcdn.origin.settings`); where settings come from and how
-they are refused is the same for all, and here. The only core module besides `keyring` that reads a file.
+What a service can be told is a model of its own (`kvcdn.edge.settings`, `kvcdn.origin.settings`); where settings come from and
+how they are refused is the same for all, and here. Besides `keyring` the only core module that reads a file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SettingsSources:
                 raise UsageError(f"the environment sets {name}, which is no setting", hint=hint)
 
     def refusal(self, problems: Iterable[Mapping[str, Any]]) -> UsageError:
-        """The error for what a pydantic ValidationError's `errors(include_input=False)` lists: a field and what ails it, each."""
+        """The error for what a pydantic ValidationError's `errors(include_input=False)` lists."""
         listed = "; ".join(_problem_lines(problems))
         return UsageError(f"{self.service} settings: {listed}", hint=f"{self.sample} explains every setting")
 

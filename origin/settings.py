@@ -1,7 +1,7 @@
 """A publisher's settings: one frozen model, from a TOML file, the environment and the command line.
 
-For machines that publish unattended: what a person would give `kvcdn publish` as options. Credentials for S3 are no settings; they come
-from where boto3 looks for them.
+For machines that publish unattended: what a person would give `kvcdn publish` as options. Credentials for S3 are no
+settings; they come from where boto3 looks for them.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def read_by_many(edge: RunningEdge, document: Document, readers: int = 8) -> Non
 
     def read(first: int) -> None:
         with contextlib.closing(connect(edge.url)) as connection:
-            for key in keys[first:] + keys[:first]:
-                right.append(document.blocks[key] == exchange(connection, f"/{key}").body)
+            order = keys[first:] + keys[:first]
+            right.extend(document.blocks[key] == exchange(connection, f"/{key}").body for key in order)
 
     threads = [threading.Thread(target=read, args=(number % len(keys),)) for number in range(readers)]
     for thread in threads:
@@ -47,10 +47,7 @@ def test_memory_stays_flat_while_filling_and_serving(
     document = make_document(tokens=1024 * 6, layers=16, heads=4, dim=64)
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
-    if kind == "s3":
-        origin = s3_server.url("edge-memory")
-    else:
-        origin = str(tmp_path / "origin")
+    origin = s3_server.url("edge-memory") if kind == "s3" else str(tmp_path / "origin")
     document.publish(open_store(origin))
     with running_edge(origin, tmp_path / "cache", capacity="30MB") as edge:
         peaks = []
@@ -83,14 +80,16 @@ def test_an_edge_before_an_edge(tmp_path: Path) -> None:
     document.publish(FolderStore(tmp_path / "origin"))
     token = "the-far-edge-asks-for-this"
     cached, *rest = list(document.blocks)
-    with running_edge(str(tmp_path / "origin"), tmp_path / "far", token=token) as far:
-        with running_edge(far.url, tmp_path / "near", origin_token=token) as near:
-            assert len(document.blocks) == ask_match(near.url, document.model.tag, document.addresses).json()["matched"]
-            assert document.blocks[cached] == ask(near.url, f"/{cached}").body
-            assert 404 == ask(near.url, f"/v1/{'0' * 32}/manifests/{'0' * 64}").status
-            far.process.terminate()
-            far.process.wait(10)
-            reply = ask(near.url, f"/{cached}", headers={"Range": "bytes=1-100"})
-            assert (206, document.blocks[cached][1:101]) == (reply.status, reply.body)
-            assert 504 == ask(near.url, f"/{rest[0]}").status
-            assert 1 <= ask_match(near.url, document.model.tag, document.addresses).json()["matched"]
+    with (
+        running_edge(str(tmp_path / "origin"), tmp_path / "far", token=token) as far,
+        running_edge(far.url, tmp_path / "near", origin_token=token) as near,
+    ):
+        assert len(document.blocks) == ask_match(near.url, document.model.tag, document.addresses).json()["matched"]
+        assert document.blocks[cached] == ask(near.url, f"/{cached}").body
+        assert 404 == ask(near.url, f"/v1/{'0' * 32}/manifests/{'0' * 64}").status
+        far.process.terminate()
+        far.process.wait(10)
+        reply = ask(near.url, f"/{cached}", headers={"Range": "bytes=1-100"})
+        assert (206, document.blocks[cached][1:101]) == (reply.status, reply.body)
+        assert 504 == ask(near.url, f"/{rest[0]}").status
+        assert 1 <= ask_match(near.url, document.model.tag, document.addresses).json()["matched"]

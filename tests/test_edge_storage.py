@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from support.blocks import Document, make_document
 from support.edge_process import WatchedStore, ask, disk_bytes, edge_in_thread, object_files, origin_gets, running_edge
 
+from kvcdn.digest import Digest, ModelTag
 from kvcdn.edge.settings import load_settings
-from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.storage import DiskCache, Room, Staging
+from kvcdn.edge.target import Kind, ObjectName
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
@@ -202,6 +204,30 @@ def test_the_cap_is_hard_under_random_loads(
             assert len(object_files(cache)) == len(edge.cache)
 
     holds()
+
+
+def _name(number: int) -> ObjectName:
+    return ObjectName(Kind.BLOCK, ModelTag(bytes(16)), Digest(number.to_bytes(32, "big")))
+
+
+def _store(cache: DiskCache, room: Room | None) -> None:
+    assert room is not None
+    staging = Staging(room)
+    staging.write(bytes(room.size))
+    os.close(staging.commit())
+    cache.commit(room, "etag")
+
+
+def test_room_promised_to_others_is_free_before_they_write(tmp_path: Path) -> None:
+    """A small object evicts a large one; before its own fill begins, another uses the rest of that room."""
+    cache = DiskCache(tmp_path / "cache", 1 << 20)
+    _store(cache, cache.reserve(_name(1), 1_000_000))
+    small = cache.reserve(_name(2), 5000)
+    _store(cache, cache.reserve(_name(3), 900_000))
+    assert 900_000 == disk_bytes(tmp_path / "cache")
+    _store(cache, small)
+    assert (905_000, 2) == (disk_bytes(tmp_path / "cache"), len(cache))
+    cache.close()
 
 
 def test_the_folder_is_private(tmp_path: Path) -> None:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-import click
 import typer
 
 from kvcdn import __version__
 from kvcdn.cli import ask, bench, demo, edge, inspect, keygen, publish, verify
 from kvcdn.cli.output import print_error
 from kvcdn.errors import KvcdnError
-
-_INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells use it: 128 + SIGINT."""
 
 app = typer.Typer(
     name="kvcdn",
@@ -48,21 +44,9 @@ def _options(
 
 
 def run() -> None:
-    """Runs the command line. Ends the process with the exit codes of `kvcdn.errors`."""
+    """Runs the command line and ends the process: typer sees to usage and interrupts, this to the exit codes of `kvcdn.errors`."""
     try:
-        code = app(standalone_mode=False)
-    except click.exceptions.Abort:
-        code = _INTERRUPTED
-    except KeyboardInterrupt:
-        code = _INTERRUPTED
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
+        app()
     except KvcdnError as error:
         print_error(error, as_json="--json" in sys.argv)
-        code = error.exit_code
-    except BrokenPipeError:
-        # The reader of our output left, as `head` does; there is nobody to tell.
-        sys.stderr.close()
-        code = 1
-    sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(error.exit_code)

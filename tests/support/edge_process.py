@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,13 +90,22 @@ def origin_stats(url: str) -> float:
 
 
 def disk_bytes(cache_dir: Path) -> int:
-    """Bytes of all files of objects, complete or not."""
-    total = 0
+    """Bytes that files of objects, complete or not, take at some instant of the call, or fewer; exact while nothing changes.
+
+    Walking a folder is not one instant. Names are never used twice, so what two walks both find was there between them.
+    """
+    first, second = _sizes(cache_dir), _sizes(cache_dir)
+    return sum(size for path, size in first.items() if path in second)
+
+
+def _sizes(cache_dir: Path) -> dict[Path, int]:
+    sizes = {}
     for path in cache_dir.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
-            if path.is_file() and path.name != "lock":
-                total += path.stat().st_size
-    return total
+            found = path.stat()
+            if stat.S_ISREG(found.st_mode) and path.name != "lock":
+                sizes[path] = found.st_size
+    return sizes
 
 
 def object_files(cache_dir: Path) -> list[Path]:

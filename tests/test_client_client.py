@@ -1,0 +1,288 @@
+"""The SDK: right answers from published caches, and the model's own answers, with a reason, from everything else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.faults import Fault, faulty_link
+from support.published import publish_text
+from support.tiny import TEXT, tiny_checkpoint
+from support.web import running_web
+from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
+
+from kvcdn.client import Client, MissReason
+from kvcdn.client.transport import EdgeSource, StoreSource
+from kvcdn.errors import UsageError
+from kvcdn.keys import Namespace, PrefixNames, block_key
+from kvcdn.model.tokens import Prompt, encode_text
+from kvcdn.origin.publish import Publisher
+from kvcdn.signing import SigningKey, TrustList
+from kvcdn.stores.memory import MemoryStore
+
+QUESTION = "What may a licensee do?"
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Three blocks of a text, in float32, where answers do not hang on rounding."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("llama32"), dtype=torch.float32)
+    return publish_text(folder, tokens=2500)
+
+
+def alone(published, prompt, **options):
+    """What the model answers without kvcdn."""
+    ids = torch.tensor([prompt.token_ids])
+    with torch.inference_mode():
+        output = published.loaded.model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **{**GREEDY, **options}
+        )
+    return tuple(output[0, len(prompt.token_ids) :].tolist())
+
+
+def test_a_question_is_answered_from_the_published_cache(published):
+    """All of the document is reused, and the answer is the model's own."""
+    with published.client() as client:
+        answer = client.ask(published.text, QUESTION, **GREEDY)
+        assert alone(published, client.question(published.text, QUESTION)) == answer.token_ids
+    report = answer.report
+    assert (2500, 3, None) == (report.tokens_reused, report.blocks_reused, report.reason)
+    assert report.bytes_fetched == published.result.stored_bytes
+    assert report.bytes_raw == published.result.raw_bytes
+    assert {"tokenize", "match", "fetch", "first_token", "total"} == set(report.seconds)
+
+
+def test_prepared_inputs_work_with_stock_generate_and_forward(published):
+    """`prepare` hands out ids, mask and cache that belong together."""
+    with published.client() as client:
+        prompt = client.question(published.text, QUESTION)
+        output = published.loaded.model.generate(**client.prepare(prompt).inputs(), **GREEDY)
+        assert alone(published, prompt) == tuple(output[0, len(prompt.token_ids) :].tolist())
+        prepared = client.prepare(prompt)
+        reused = prepared.report.tokens_reused
+        assert 2500 == reused == prepared.cache.get_seq_length()
+
+
+LENGTHS = {
+    "shorter than a block": (700, 0),
+    "a whole block": (1024, 0),
+    "one token into the second block": (1025, 1024),
+    "all whole blocks": (2048, 1024),
+    "into the tail": (2300, 2048),
+    "all but one token": (2499, 2048),
+    "exactly the document": (2500, 2048),
+    "beyond it": (2600, 2048),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_any_prompt_that_starts_like_a_published_one_reuses_its_whole_blocks(published, case):
+    """Without a known boundary the whole blocks count, and one token is always left to the model."""
+    length, reused = LENGTHS[case]
+    token_ids = encode_text(published.loaded.tokenizer, TEXT).token_ids[:length]
+    with published.client() as client:
+        answer = client.generate(Prompt(token_ids), **GREEDY)
+    expected = {1024: 1023, 2048: 2047}.get(length, reused)
+    assert expected == answer.report.tokens_reused
+    assert alone(published, Prompt(token_ids)) == answer.token_ids
+
+
+def test_a_prompt_that_is_the_document_leaves_its_last_token_to_the_model(published):
+    """With the boundary known, all but one token are reused."""
+    with published.client() as client:
+        prompt = Prompt(published.token_ids, (2500,))
+        answer = client.generate(prompt, **GREEDY)
+    assert 2499 == answer.report.tokens_reused
+    assert alone(published, prompt) == answer.token_ids
+
+
+@pytest.mark.parametrize("position", [0, 1, 500, 1023, 1024, 1500, 2047, 2048, 2499])
+def test_a_prompt_that_differs_in_one_token_never_gets_a_cache_of_another_text(published, position):
+    """Reuse ends at or before the first difference, wherever it is."""
+    changed = list(published.token_ids)
+    changed[position] = (changed[position] + 1) % 500 + 2
+    prompt = Prompt((*changed, 5, 6, 7), (2500,))
+    with published.client() as client:
+        answer = client.generate(prompt, **GREEDY)
+    assert answer.report.tokens_reused == position // 1024 * 1024
+    assert alone(published, prompt) == answer.token_ids
+
+
+def test_chat_messages_find_what_was_published_of_their_opening(tmp_path):
+    """A system message published once serves every conversation that starts with it."""
+    from kvcdn.model.load import load_model
+    from kvcdn.model.tokens import encode_chat
+
+    loaded = load_model(str(tiny_checkpoint(tmp_path, dtype=torch.float32)))
+    store, key = MemoryStore(), SigningKey.generate()
+    opening = [{"role": "system", "content": TEXT[:6000]}]
+    token_ids = encode_chat(loaded.tokenizer, opening, answer_follows=False).token_ids
+    Publisher(loaded, store, key).publish(token_ids)
+    with Client(loaded.model, loaded.tokenizer, StoreSource(store), trust=TrustList.of(key.public)) as client:
+        messages = [*opening, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+        answer = client.generate([*messages, {"role": "user", "content": "so?"}], **GREEDY)
+    assert len(token_ids) == answer.report.tokens_reused
+
+
+# -- misses: the answer is the model's own, and the report says why ------------------------------------------------------
+
+
+def tampered(store, key, position, flip=1):
+    """A store in which one bit of one object differs."""
+    changed = MemoryStore()
+    for info in store.list("v1/"):
+        data = bytearray(store.read(info.key))
+        if info.key == key:
+            data[position] ^= flip
+        changed.create(info.key, [bytes(data)])
+    return changed
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+@pytest.mark.parametrize("position", [0, 9, 40, 900, -1, -2000, -40000])
+def test_a_flipped_bit_anywhere_is_a_miss_with_the_blocks_before_it_kept(published, block, position):
+    """Magic, length, header, signature, first or last layer: never a wrong answer, and what was good is used."""
+    tag = published.loaded.identity.tag
+    names = PrefixNames.of(published.loaded.identity, Namespace.public(), published.token_ids).blocks
+    store = tampered(published.store, block_key(tag, names[block].address), position)
+    with published.client(StoreSource(store)) as client:
+        answer = client.ask(published.text, QUESTION, **GREEDY)
+        assert alone(published, client.question(published.text, QUESTION)) == answer.token_ids
+    assert MissReason.CORRUPT == answer.report.reason
+    assert str(names[block].address) in answer.report.detail
+    assert 1024 * block == answer.report.tokens_reused
+
+
+def test_an_untrusted_publisher_is_a_miss(published):
+    """A valid signature of somebody unknown steers nothing."""
+    with published.client(trust=TrustList({})) as client:
+        answer = client.ask(published.text, QUESTION, **GREEDY)
+        assert alone(published, client.question(published.text, QUESTION)) == answer.token_ids
+    assert (MissReason.UNTRUSTED, 0) == (answer.report.reason, answer.report.tokens_reused)
+
+
+def test_another_model_and_another_namespace_find_nothing(published, tmp_path):
+    """Same text, other weights or another secret: not published."""
+    other = tiny_checkpoint(tmp_path, seed=1, dtype=torch.float32)
+    trust = TrustList.of(published.key.public)
+    with Client.load(str(other), StoreSource(published.store), trust=trust) as client:
+        report = client.ask(published.text, QUESTION, **GREEDY).report
+    assert (MissReason.NOT_PUBLISHED, 0) == (report.reason, report.tokens_reused)
+    with published.client(namespace=Namespace.private("mine", bytes(32))) as client:
+        report = client.ask(published.text, QUESTION, **GREEDY).report
+    assert (MissReason.NOT_PUBLISHED, 0) == (report.reason, report.tokens_reused)
+
+
+def test_another_models_block_under_this_name_is_a_miss(published, tmp_path):
+    """A publisher who is trusted, or an origin that mixes objects up, cannot pass one model's KV off as another's."""
+    folder = tiny_checkpoint(tmp_path, seed=1, dtype=torch.float32)
+    other = publish_text(folder, text=published.text)
+    mixed = MemoryStore()
+    theirs = [info.key for info in other.store.list("v1/") if "/blocks/" in info.key]
+    ours = [info.key for info in published.store.list("v1/") if "/blocks/" in info.key]
+    for key, their in zip(ours, theirs, strict=True):
+        mixed.create(key, [other.store.read(their)])
+    trust = TrustList.of(published.key.public, other.key.public)
+    with published.client(StoreSource(mixed), trust=trust) as client:
+        answer = client.ask(published.text, QUESTION, **GREEDY)
+        assert alone(published, client.question(published.text, QUESTION)) == answer.token_ids
+    assert (MissReason.CORRUPT, 0) == (answer.report.reason, answer.report.tokens_reused)
+
+
+FAULTS = {
+    "the match is refused": Fault(when=b"POST /v1/match", answer=b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"),
+    "the match is nonsense": Fault(when=b"POST /v1/match", answer=b"HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{\"matched\": 999}"),
+    "the match is not HTTP": Fault(when=b"POST /v1/match", answer=b"SSH-2.0-hello\r\n"),
+    "the match stalls": Fault(when=b"POST /v1/match", pass_bytes=0, stall=True),
+    "a block is refused": Fault(when=b"GET /", answer=b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n"),
+    "a block is gone": Fault(when=b"GET /", answer=b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"),
+    "a block is cut in its header": Fault(when=b"GET /", pass_bytes=500),
+    "a block is cut in its body": Fault(when=b"GET /", pass_bytes=300_000),
+    "a block is reset": Fault(when=b"GET /", pass_bytes=300_000, reset=True),
+    "a block stalls": Fault(when=b"GET /", pass_bytes=300_000, stall=True),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+@pytest.mark.parametrize("way", ["streaming", "prepared"])
+def test_a_failing_link_is_a_miss_and_the_answer_stays_right(published, case, way):
+    """Whatever the link does, and whenever, the answer is what the model would say alone."""
+    with running_web(published.store) as web, faulty_link(web.port) as link:
+        link.inject(FAULTS[case])
+        with published.client(EdgeSource(link.url, stall_seconds=0.5)) as client:
+            prompt = client.question(published.text, QUESTION)
+            if way == "streaming":
+                answer = client.generate(prompt, **GREEDY)
+                tokens, report = answer.token_ids, answer.report
+            else:
+                prepared = client.prepare(prompt)
+                output = published.loaded.model.generate(**prepared.inputs(), **GREEDY)
+                tokens, report = tuple(output[0, len(prompt.token_ids) :].tolist()), prepared.report
+    assert 0 == link.pending
+    assert alone(published, prompt) == tokens
+    assert report.reason in (MissReason.UNAVAILABLE, MissReason.NOT_PUBLISHED)
+    assert report.tokens_reused in (0, 1024, 2048)
+
+
+def test_an_edge_that_is_not_there_is_a_miss(published):
+    """A closed port costs a connection attempt and nothing else."""
+    with published.client("http://127.0.0.1:9") as client:
+        answer = client.ask(published.text, QUESTION, **GREEDY)
+    assert (MissReason.UNAVAILABLE, 0) == (answer.report.reason, answer.report.tokens_reused)
+    assert alone(published, client.question(published.text, QUESTION)) == answer.token_ids
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_unsupported_model_is_a_miss_by_name(published):
+    """A model whose cache we cannot carry answers by itself."""
+    config = AutoConfig.for_model(
+        "gemma3_text", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=len(published.loaded.tokenizer), eos_token_id=1, bos_token_id=0, pad_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.config._name_or_path = published.loaded.model.config._name_or_path
+    client = Client(model, published.loaded.tokenizer, StoreSource(published.store), trust=TrustList.of(published.key.public))
+    answer = client.ask("some text", QUESTION, **GREEDY)
+    assert MissReason.UNSUPPORTED_MODEL == answer.report.reason
+    assert 1 <= len(answer.token_ids) <= 8
+
+
+# -- what the SDK owns -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option", [{"num_beams": 2}, {"num_return_sequences": 2}, {"attention_mask": None}, {"past_key_values": None}, {"inputs": 1}]
+)
+def test_options_that_would_be_silently_wrong_are_refused(published, option):
+    """Ids, mask and cache are made together; several sequences need several caches."""
+    with published.client() as client, pytest.raises(UsageError):
+        client.ask(published.text, QUESTION, **GREEDY, **option)
+
+
+def test_a_streamer_sees_the_answer_once(published, capsys):
+    """Streaming output works, on a hit and after a failed fetch."""
+    tokenizer = published.loaded.tokenizer
+    for trust in (None, TrustList({})):
+        with published.client(**({} if trust is None else {"trust": trust})) as client:
+            answer = client.ask(published.text, QUESTION, **GREEDY, streamer=TextStreamer(tokenizer, skip_prompt=True))
+        assert tokenizer.decode(answer.token_ids) == capsys.readouterr().out.rstrip("\n")
+
+
+def test_prompts_at_the_same_time_do_not_disturb_each_other(published):
+    """Several threads on one client."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    questions = [f"Question {number}?" for number in range(4)]
+    with published.client() as client, ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda question: client.ask(published.text, question, **GREEDY), questions))
+        expected = [alone(published, client.question(published.text, question)) for question in questions]
+    assert expected == [answer.token_ids for answer in answers]
+    assert [2500] * 4 == [answer.report.tokens_reused for answer in answers]
+
+
+def test_seconds_saved_is_unknown_until_the_speed_is_known(published):
+    """A saving is claimed only against a measured prefill."""
+    with published.client() as client:
+        assert client.ask(published.text, QUESTION, **GREEDY).report.seconds_saved is None
+        client.generate(Prompt(tuple(range(2, 700))), **GREEDY)
+        assert client.ask(published.text, QUESTION, **GREEDY).report.seconds_saved is not None

@@ -1,0 +1,176 @@
+"""Publishing: blocks first, manifest last, nothing twice, nothing half."""
+
+from __future__ import annotations
+
+import pytest
+from support.published import publish_text
+from support.tiny import TEXT
+
+from kvcdn.errors import CorruptError, UnavailableError, UntrustedError, UsageError
+from kvcdn.keys import Namespace, PrefixNames, block_key
+from kvcdn.manifest import open_manifest
+from kvcdn.model.load import load_model
+from kvcdn.model.tokens import encode_text
+from kvcdn.origin.estimate import estimate_publish
+from kvcdn.origin.publish import Publisher
+from kvcdn.signing import SigningKey, TrustList
+from kvcdn.stores.folder import FolderStore
+from kvcdn.stores.memory import MemoryStore
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_llama):
+    return load_model(str(tiny_llama))
+
+
+@pytest.fixture(scope="module")
+def token_ids(loaded):
+    return encode_text(loaded.tokenizer, TEXT).token_ids[:2500]
+
+
+class Interrupted(MemoryStore):
+    """A store whose writes fail after the first `allowed`, and that remembers the order of its keys."""
+
+    def __init__(self, allowed: int) -> None:
+        super().__init__()
+        self.allowed = allowed
+        self.created: list[str] = []
+
+    def create(self, key, pieces):
+        if len(self.created) >= self.allowed:
+            raise UnavailableError("the disk is full")
+        self.created.append(key)
+        return super().create(key, pieces)
+
+
+def everything(store):
+    return {info.key: store.read(info.key) for info in store.list("v1/")}
+
+
+def test_blocks_come_first_and_the_manifest_last(loaded, token_ids):
+    """A manifest that exists is complete."""
+    store = Interrupted(allowed=100)
+    result = Publisher(loaded, store, SigningKey.generate()).publish(token_ids, label="a text")
+    kinds = [key.split("/")[2] for key in store.created]
+    assert ["blocks", "blocks", "blocks", "manifests"] == kinds
+    manifest = open_manifest(store.read(store.created[-1]), "manifest")
+    assert (2500, "a text", 3) == (manifest.tokens, manifest.label, len(manifest.blocks))
+    sizes = [len(store.read(key)) for key in store.created[:-1]]
+    assert sizes == [block.size for block in manifest.blocks]
+    assert sum(sizes) == result.uploaded_bytes == result.stored_bytes
+
+
+def test_a_second_run_uploads_nothing(loaded, token_ids):
+    """The same text under the same model and key is done already."""
+    store, key = MemoryStore(), SigningKey.generate()
+    first = Publisher(loaded, store, key).publish(token_ids)
+    before = everything(store)
+    second = Publisher(loaded, store, key).publish(token_ids)
+    assert ("published", "exists") == (first.status, second.status)
+    assert (0, 0, 0) == (second.blocks_uploaded, second.uploaded_bytes, second.tokens_computed)
+    assert before == everything(store)
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2, 3])
+def test_an_interrupted_run_leaves_no_manifest_and_the_next_one_resumes(loaded, token_ids, allowed):
+    """Whatever was whole is used; the result is that of an undisturbed run, to the bit of the tensors."""
+    store, key = Interrupted(allowed), SigningKey.generate()
+    with pytest.raises(UnavailableError, match="disk is full"):
+        Publisher(loaded, store, key).publish(token_ids)
+    assert [] == [key for key in everything(store) if "/manifests/" in key]
+    assert allowed == len(everything(store))
+    store.allowed = 100
+    result = Publisher(loaded, store, key).publish(token_ids)
+    assert "published" == result.status
+    assert 3 - allowed == result.blocks_uploaded
+    assert 1024 * min(allowed, 2) + (452 if allowed == 3 else 0) == result.tokens_loaded
+    undisturbed = MemoryStore()
+    Publisher(loaded, undisturbed, key).publish(token_ids)
+    assert raw_digests(loaded, undisturbed, token_ids) == raw_digests(loaded, store, token_ids)
+
+
+def raw_digests(loaded, store, token_ids):
+    """The tensors of every block, opened."""
+    from kvcdn.block import open_header, open_segment
+    from kvcdn.seal import ObjectKeys
+
+    opened = []
+    for name in PrefixNames.of(loaded.identity, Namespace.public(), token_ids).blocks:
+        data = store.read(block_key(loaded.identity.tag, name.address))
+        header = open_header(data, "block")
+        for segment in header.segments:
+            outs = [bytearray(part.raw_bytes) for part in segment.parts]
+            begin = header.envelope_bytes + segment.offset
+            views = [memoryview(out) for out in outs]
+            keys = ObjectKeys(name.content_key, header.salt)
+            open_segment(header, keys, segment.layer, data[begin : begin + segment.length], bytearray(), views)
+            opened.extend(bytes(out) for out in outs)
+    return opened
+
+
+def test_a_longer_document_shares_the_blocks_of_its_beginning(loaded, token_ids):
+    """Shared prefixes are shared objects, computed once."""
+    store, key = MemoryStore(), SigningKey.generate()
+    Publisher(loaded, store, key).publish(token_ids[:2048])
+    result = Publisher(loaded, store, key).publish(token_ids)
+    assert (2048, 452, 1) == (result.tokens_loaded, result.tokens_computed, result.blocks_uploaded)
+
+
+def test_a_namespace_shares_nothing_with_the_public(loaded, token_ids):
+    """A private document has other names, and its own copies."""
+    store, key = MemoryStore(), SigningKey.generate()
+    Publisher(loaded, store, key).publish(token_ids)
+    public = set(everything(store))
+    result = Publisher(loaded, store, key, namespace=Namespace.private("mine", bytes(32))).publish(token_ids)
+    assert 3 == result.blocks_uploaded
+    assert 2 * len(public) == len(everything(store))
+
+
+def test_blocks_of_a_stranger_are_not_built_upon(loaded, token_ids):
+    """Who got in first with an untrusted key cannot slip tensors into our documents."""
+    store = MemoryStore()
+    stranger, me = SigningKey.generate(), SigningKey.generate()
+    Publisher(loaded, store, stranger).publish(token_ids[:1024])
+    with pytest.raises(UntrustedError, match=stranger.public.text):
+        Publisher(loaded, store, me).publish(token_ids)
+    result = Publisher(loaded, store, me, trust=TrustList.of(stranger.public)).publish(token_ids)
+    assert 1024 == result.tokens_loaded
+
+
+def test_a_damaged_block_at_the_origin_is_named(loaded, token_ids, tmp_path):
+    """Resuming over rot says which object to remove."""
+    store, key = FolderStore(tmp_path), SigningKey.generate()
+    Publisher(loaded, store, key).publish(token_ids[:1024])
+    name = next(info.key for info in store.list("v1/") if "/blocks/" in info.key)
+    path = tmp_path / name
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=name.rsplit("/", 1)[-1]):
+        Publisher(loaded, store, key).publish(token_ids)
+
+
+def test_a_document_beyond_the_models_positions_is_refused(loaded):
+    """Nothing is computed, nothing is written."""
+    store = MemoryStore()
+    with pytest.raises(UsageError, match="reads at most 8,192"):
+        Publisher(loaded, store, SigningKey.generate()).publish([5] * 8193)
+    assert {} == everything(store)
+
+
+def test_progress_tells_tokens_and_bytes(loaded, token_ids):
+    """Long work shows where it is: never backwards, and at the end all of it."""
+    seen = []
+    result = Publisher(loaded, MemoryStore(), SigningKey.generate()).publish(token_ids, progress=seen.append)
+    assert sorted(step.tokens_done for step in seen) == [step.tokens_done for step in seen]
+    assert (2500, 2500, result.uploaded_bytes) == (seen[-1].tokens_done, seen[-1].tokens_total, seen[-1].bytes_stored)
+
+
+def test_an_estimate_comes_close_and_writes_nothing(tiny_llama, loaded, token_ids):
+    """--dry-run measures one block for real."""
+    published = publish_text(tiny_llama, tokens=2500)
+    estimate = estimate_publish(loaded, published.token_ids, Namespace.public())
+    assert estimate.raw_bytes == published.result.raw_bytes
+    assert abs(estimate.stored_bytes - published.result.stored_bytes) < 0.05 * published.result.stored_bytes
+    expected = estimate.stored_bytes / estimate.tokens * estimate.tokens_per_second
+    assert abs(estimate.break_even_bytes_per_second - expected) < 0.01 * expected
