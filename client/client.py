@@ -11,18 +11,17 @@ word from the library. A failure of any kind is a miss with a reason, and the mo
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
-from transformers.cache_utils import Cache
-
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.match import PublishedPrefix, find_published
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.transport import EdgeSource, Source, StoreSource
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.cache_utils import Cache
+
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
 from kvcdn.keys import Chain, Namespace
@@ -47,7 +46,7 @@ def open_source(url: str, *, endpoint: str | None = None, token: str | None = No
 
 @dataclass
 class Prepared:
-    """What generate() or forward() takes: [1, n] ids and mask, and a cache that holds the first `report.tokens_reused` tokens."""
+    """What generate() takes: [1, n] ids and mask, and a cache of the first `report.tokens_reused` tokens."""
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -96,8 +95,11 @@ class Client:
         namespace: str | Namespace | None = None,
         token: str | None = None,
     ) -> None:
-        """`checkpoint` names the files `model` was loaded from, where the model does not know; `trust` and `namespace` default to
-        the user's trust list and the public namespace. Raises UsageError; an unsupported model is no error, but a miss."""
+        """Binds a loaded model to its checkpoint and opens `source`.
+
+        `checkpoint` names the files `model` was loaded from, where the model does not know; `trust` and `namespace` default
+        to the user's trust list and the public namespace. Raises UsageError; an unsupported model is no error, but a miss.
+        """
         self.model = model
         self.tokenizer = tokenizer
         self.source = open_source(source, token=token) if isinstance(source, str) else source
@@ -152,7 +154,7 @@ class Client:
         return self._generate(self.question(document, question), started, options)
 
     def generate(self, prompt: PromptLike, **options: Any) -> Answer:
-        """Continues `prompt`, from the longest published prefix of it. `options` go to transformers' generate().
+        """Continues `prompt` from its longest published prefix; `options` go to the model's own generate.
 
         The model starts before everything has arrived. Raises UsageError for several beams or sequences, whose caches differ.
         """
@@ -290,7 +292,16 @@ class FirstTokenClock(StoppingCriteria):  # type: ignore[misc] # transformers is
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-_OWNED = ("input_ids", "inputs", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache", "cache_implementation")
+_OWNED = (
+    "input_ids",
+    "inputs",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "cache",
+    "cache_implementation",
+)
 
 
 def _refuse_what_we_own(options: dict[str, Any], model: PreTrainedModel) -> None:
@@ -301,4 +312,6 @@ def _refuse_what_we_own(options: dict[str, Any], model: PreTrainedModel) -> None
     config = options.get("generation_config") or model.generation_config
     for name in ("num_beams", "num_return_sequences"):
         if (options.get(name) or getattr(config, name, None) or 1) > 1:
-            raise UsageError(f"{name} above 1 needs one cache per sequence, which is not supported yet", hint="ask once per answer")
+            raise UsageError(
+                f"{name} above 1 needs one cache per sequence, which is not supported yet", hint="ask once per answer"
+            )

@@ -1,8 +1,9 @@
 """Fetching: the blocks of a prefix into the layers of a cache, while the model may already be running on the first of them.
 
-Worker threads each own some of the blocks. All take layer 0 of their blocks first, then layer 1, and so on, so that the model, which
-reaches layer i after layer i - 1, waits as little as can be. Every piece is verified and decrypted before it is decoded into its place in the
-layer's tensors (FORMAT.md section 6). A layer is ready when all blocks have delivered it; a failure wakes every waiter with the error.
+Worker threads each own some of the blocks. All take layer 0 of their blocks first, then layer 1, and so on, so that the
+model, which reaches layer i after layer i - 1, waits as little as can be. Every piece is verified and decrypted before
+it is decoded into its place in the layer's tensors (FORMAT.md section 6). A layer is ready when all blocks have
+delivered it; a failure wakes every waiter with the error.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+from kvcdn.client.transport import ObjectReader, Source
 
 from kvcdn.block import BlockHeader, open_header, open_segment
-from kvcdn.client.transport import ObjectReader, Source
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import KvcdnError, UnavailableError
 from kvcdn.keys import BlockName, ModelIdentity, block_key

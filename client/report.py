@@ -38,9 +38,9 @@ class MissReason(enum.StrEnum):
 class Report:
     """One prompt. Tokens and bytes are counts; `seconds` by stage are wall time and may overlap.
 
-    `tokens_reused` were loaded, the rest of `tokens_total` was prefilled. `reason` and `detail` are set where less was reused than the
-    prompt offered. `seconds_saved` is what prefilling the reused tokens takes on this machine, as last measured, less the time spent on
-    loading them; None where that speed is not known yet.
+    `tokens_reused` were loaded, the rest of `tokens_total` was prefilled. `reason` and `detail` are set where less was
+    reused than the prompt offered. `seconds_saved` is what prefilling the reused tokens takes on this machine, as last
+    measured, less the time spent on loading them; None where that speed is not known yet.
     """
 
     source: str

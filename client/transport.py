@@ -1,7 +1,8 @@
 """Transport: objects from an edge over HTTP, or from a store directly, read front to back in exact pieces.
 
-Over HTTP a block is one GET on a connection of its own, and bytes are received into place. Where a prefix has more blocks than is
-fair to hold connections for, blocks are read in ranges instead, over as many connections as there are threads.
+Over HTTP a block is one GET on a connection of its own, and bytes are received into place. Where a prefix has more
+blocks than is fair to hold connections for, blocks are read in ranges instead, over as many connections as there are
+threads.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import ssl
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 from urllib.parse import SplitResult, urlsplit
 
 from kvcdn.digest import Digest, ModelTag
@@ -203,14 +204,17 @@ class EdgeSource:
     def send(self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, headers: Any) -> None:
         if connection.sock is None:
             connection.connect()
-            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sock.settimeout(self._stall_seconds)
+            sock: socket.socket = connection.sock
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(self._stall_seconds)
         connection.request(method, self._base + path, body=body, headers={**self._headers, **(headers or {})})
 
 
 class Exchange:
-    """One request, sent at once, and its response, awaited at first use. A context manager: leaving it returns the connection, if
-    the response was read to its end, and closes it otherwise."""
+    """One request, sent at once, and its response, awaited at first use.
+
+    A context manager: leaving it returns the connection, if the response was read to its end, and closes it otherwise.
+    """
 
     def __init__(self, edge: EdgeSource, method: str, path: str, *, body: bytes | None = None, headers: Any = None) -> None:
         self._edge = edge
@@ -260,7 +264,9 @@ class Exchange:
         if self.status == 404:  # noqa: PLR2004 - HTTP's own number
             raise NotFoundError(f"{self._edge.url} has no {what}")
         if self.status in (401, 403):
-            raise UnavailableError(f"{self._edge.url} refuses us ({self.status})", hint="set a valid token: --token or KVCDN_TOKEN")
+            raise UnavailableError(
+                f"{self._edge.url} refuses us ({self.status})", hint="set a valid token: --token or KVCDN_TOKEN"
+            )
         raise UnavailableError(f"{self._edge.url} answers {self.status} {self._answer().reason} for {what}")
 
     def read_into(self, view: memoryview) -> int:
@@ -303,7 +309,7 @@ class Exchange:
             with suppress(OSError, http.client.HTTPException):
                 response.close()
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,8 +1,8 @@
 """Verification: that what is loaded is what was published, and how it relates to what this machine computes itself.
 
-Three different questions, never mixed: are the loaded tensors the published ones (signature, hash, AEAD, and a keyed digest of the raw tensors); does a
-local prefill on the publisher's schedule give the same bits (on the same software stack it does); and how far is both
-from one pass over the whole text (as far as any two kernels are).
+Three different questions, never mixed: are the loaded tensors the published ones (signature, hash, AEAD, and a keyed
+digest of the raw tensors); does a local prefill on the publisher's schedule give the same bits (on the same software
+stack it does); and how far is both from one pass over the whole text (as far as any two kernels are).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-
 from kvcdn.client.client import Client
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.match import find_published
+
 from kvcdn.errors import NotFoundError, UnsupportedModelError
 from kvcdn.keys import BlockName, Chain
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument, output_cache
@@ -30,8 +30,8 @@ from kvcdn.seal import ObjectKeys
 class Difference:
     """The loaded cache against one pass over the whole text, over `greedy_total` continued tokens (teacher-forced).
 
-    `kl_mean` is the mean KL(one pass || loaded) of the next-token distributions, in nats; `top1` the share of positions with the same
-    most likely token; `greedy_equal` how many greedy tokens from the first on are equal.
+    `kl_mean` is the mean KL(one pass || loaded) of the next-token distributions, in nats; `top1` the share of positions
+    with the same most likely token; `greedy_equal` how many greedy tokens from the first on are equal.
     """
 
     max_abs_dlogit: float
@@ -67,8 +67,10 @@ class Verification:
 def verify_prefix(
     client: Client, token_ids: tuple[int, ...], greedy: int = 32, progress: Callable[[str], None] = lambda _: None
 ) -> Verification:
-    """Loads the published cache of `token_ids`, recomputes it and compares. Raises NotFoundError where none is published, and
-    whatever error loading ends in: here a failure is not a miss."""
+    """Loads the published cache of `token_ids`, recomputes it and compares.
+
+    Raises NotFoundError where none is published, and whatever error loading ends in: here a failure is not a miss.
+    """
     loaded = client.loaded
     if loaded is None:
         raise UnsupportedModelError("this model's cache is not supported, so nothing of it can have been published")

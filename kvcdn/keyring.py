@@ -1,8 +1,8 @@
 """The user's own keys on disk: signing keys, the trust list, namespace secrets. The only core module that reads files.
 
-    <config>/keys/<name>.pem          Ed25519 signing key, PKCS #8, mode 0600
-    <config>/trust                    publishers to accept, a public key and a name a line
-    <config>/namespaces/<name>        32 random bytes in hexadecimal, mode 0600
+<config>/keys/<name>.pem          Ed25519 signing key, PKCS #8, mode 0600
+<config>/trust                    publishers to accept, a public key and a name a line
+<config>/namespaces/<name>        32 random bytes in hexadecimal, mode 0600
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def trust_path() -> Path:
 
 
 def load_trust(path: Path | None = None) -> TrustList:
-    """The trust list at `path`, or the user's, which may be missing and then trusts nobody. Raises NotFoundError or UsageError."""
+    """The trust list at `path`, or the user's, which may be missing and then trusts nobody.
+
+    Raises NotFoundError or UsageError.
+    """
     if path is None:
         path = trust_path()
         if not path.exists():
@@ -95,7 +98,9 @@ def load_namespace(name: str | None) -> Namespace:
     if name is None:
         return Namespace.public()
     path = namespace_path(name)
-    text = _read(path, f"secret of namespace {name!r}", f"make one with: kvcdn keygen --namespace {name}, or copy the file here")
+    text = _read(
+        path, f"secret of namespace {name!r}", f"make one with: kvcdn keygen --namespace {name}, or copy the file here"
+    )
     try:
         return Namespace.private(name, bytes.fromhex(text.decode("ascii").strip()))
     except ValueError:

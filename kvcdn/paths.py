@@ -22,6 +22,6 @@ def data_dir() -> Path:
 
 
 def _base(variable: str, fallback: str) -> Path:
-    configured = os.environ.get(variable, "")
-    base = Path(configured) if os.path.isabs(configured) else Path.home() / fallback
+    configured = Path(os.environ.get(variable, ""))
+    base = configured if configured.is_absolute() else Path.home() / fallback
     return base / "kvcdn"

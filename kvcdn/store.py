@@ -43,12 +43,16 @@ class BlobStore(Protocol):
         """The object's size and age, or None where there is none."""
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        """Bytes `start` to `start + length` (to the end without `length`); fewer where the object ends before, none past
-        its end. Raises NotFoundError."""
+        """Bytes `start` to `start + length`, or to the end without `length`.
+
+        Fewer where the object ends before, none past its end. Raises NotFoundError.
+        """
 
     def stream(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
-        """As `read`, in pieces of at most STREAM_CHUNK_BYTES. NotFoundError comes at the call, not at the first piece. Raises
-        UnavailableError in mid-stream rather than end early. It is a generator: close it to let go of the connection."""
+        """As `read`, in pieces of at most STREAM_CHUNK_BYTES.
+
+        NotFoundError comes at the call, not at the first piece. Raises UnavailableError in mid-stream rather than end early. It is a generator: close it to let go of the connection.
+        """
 
     def create(self, key: str, pieces: Sequence[bytes]) -> bool:
         """Writes the joined `pieces` as a new object; durable on return. False where one exists, which then is untouched."""

@@ -1,9 +1,9 @@
 """Publishing: the one path by which KV caches are written.
 
-Prefill runs block by block; while the next block is computed, the one before is encoded, sealed and created at the origin. Blocks
-come first, the manifest last, nothing is overwritten: what exists is complete, an interrupted run leaves whole blocks that
-the next run picks up, and a second run finds the manifest and does nothing. Blocks that exist (a shared prefix, an earlier run)
-are loaded instead of computed.
+Prefill runs block by block; while the next block is computed, the one before is encoded, sealed and created at the
+origin. Blocks come first, the manifest last, nothing is overwritten: what exists is complete, an interrupted run leaves
+whole blocks that the next run picks up, and a second run finds the manifest and does nothing. Blocks that exist (a
+shared prefix, an earlier run) are loaded instead of computed.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ _BINARY_PROBE_BYTES = 1 << 16
 
 _URL_TIMEOUT = urllib3.Timeout(connect=10, read=60)
 
-TEXT_SUFFIXES = frozenset((".txt", ".md", ".rst", ".py", ".json", ".html", ".csv", ".toml", ".yaml", ".yml", ".xml", ".c", ".h"))
+TEXT_SUFFIXES = frozenset(
+    (".txt", ".md", ".rst", ".py", ".json", ".html", ".csv", ".toml", ".yaml", ".yml", ".xml", ".c", ".h")
+)
 """What a folder contributes; other files in it are left alone."""
 
 
@@ -48,7 +50,10 @@ class Document:
 
 
 def list_documents(source: str) -> list[str]:
-    """What `source` holds, each to be given to `read_document`: itself, or, for a folder, its text files. Raises NotFoundError."""
+    """What `source` holds, each to be given to `read_document`: itself, or, for a folder, its text files.
+
+    Raises NotFoundError.
+    """
     if source == "-" or _is_url(source):
         return [source]
     path = Path(source).expanduser()
@@ -63,7 +68,10 @@ def list_documents(source: str) -> list[str]:
 
 
 def read_document(source: str) -> Document:
-    """The document at `source`: a file, an http(s) URL or `-` for standard input. Raises a KvcdnError that names what is wrong."""
+    """The document at `source`: a file, an http(s) URL or `-` for standard input.
+
+    Raises a KvcdnError that names what is wrong.
+    """
     if source == "-":
         return _document("standard input", sys.stdin.buffer.read(MAX_DOCUMENT_BYTES + 1))
     if _is_url(source):
@@ -112,7 +120,8 @@ def _document(name: str, data: bytes) -> Document:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{name} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x})", hint="convert it, for example with iconv"
+            f"{name} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x})",
+            hint="convert it, for example with iconv",
         ) from None
     if not text.strip():
         raise UsageError(f"{name} is empty: there is nothing to publish")

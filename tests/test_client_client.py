@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvcdn.client import Client, MissReason
+from kvcdn.client.transport import EdgeSource, StoreSource
+from kvcdn.origin.publish import Publisher
 from support.faults import Fault, faulty_link
 from support.published import publish_text
 from support.tiny import TEXT, tiny_checkpoint
 from support.web import running_web
 from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 
-from kvcdn.client import Client, MissReason
-from kvcdn.client.transport import EdgeSource, StoreSource
 from kvcdn.errors import UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.tokens import Prompt, encode_text
-from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
 
@@ -34,9 +34,7 @@ def alone(published, prompt, **options):
     """What the model answers without kvcdn."""
     ids = torch.tensor([prompt.token_ids])
     with torch.inference_mode():
-        output = published.loaded.model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), **{**GREEDY, **options}
-        )
+        output = published.loaded.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **{**GREEDY, **options})
     return tuple(output[0, len(prompt.token_ids) :].tolist())
 
 
@@ -191,7 +189,9 @@ def test_another_models_block_under_this_name_is_a_miss(published, tmp_path):
 
 FAULTS = {
     "the match is refused": Fault(when=b"POST /v1/match", answer=b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n"),
-    "the match is nonsense": Fault(when=b"POST /v1/match", answer=b"HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{\"matched\": 999}"),
+    "the match is nonsense": Fault(
+        when=b"POST /v1/match", answer=b'HTTP/1.1 200 OK\r\nContent-Length: 16\r\n\r\n{"matched": 999}'
+    ),
     "the match is not HTTP": Fault(when=b"POST /v1/match", answer=b"SSH-2.0-hello\r\n"),
     "the match stalls": Fault(when=b"POST /v1/match", pass_bytes=0, stall=True),
     "a block is refused": Fault(when=b"GET /", answer=b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n"),
@@ -251,7 +251,8 @@ def test_an_unsupported_model_is_a_miss_by_name(published):
 
 
 @pytest.mark.parametrize(
-    "option", [{"num_beams": 2}, {"num_return_sequences": 2}, {"attention_mask": None}, {"past_key_values": None}, {"inputs": 1}]
+    "option",
+    [{"num_beams": 2}, {"num_return_sequences": 2}, {"attention_mask": None}, {"past_key_values": None}, {"inputs": 1}],
 )
 def test_options_that_would_be_silently_wrong_are_refused(published, option):
     """Ids, mask and cache are made together; several sequences need several caches."""

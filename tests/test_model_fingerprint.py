@@ -9,7 +9,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.tiny import tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from kvcdn.errors import CorruptError, NotFoundError, UnsupportedModelError

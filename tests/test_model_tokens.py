@@ -38,7 +38,11 @@ def test_a_document_alone_and_before_a_question_has_the_same_tokens(tokenizer):
 
 def test_every_message_of_a_chat_is_a_boundary(tokenizer):
     """A conversation finds what was published of its opening messages."""
-    messages = [{"role": "system", "content": TEXT[:500]}, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    messages = [
+        {"role": "system", "content": TEXT[:500]},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yo"},
+    ]
     prompt = encode_chat(tokenizer, [*messages, {"role": "user", "content": "more"}], answer_follows=True)
     heads = [encode_chat(tokenizer, messages[:count], answer_follows=False).token_ids for count in (1, 2, 3)]
     assert [len(head) for head in heads] == list(prompt.boundaries[:3])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from kvcdn.origin.estimate import estimate_publish
+from kvcdn.origin.publish import Publisher
 from support.published import publish_text
 from support.tiny import TEXT
 
@@ -11,8 +13,6 @@ from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.manifest import open_manifest
 from kvcdn.model.load import load_model
 from kvcdn.model.tokens import encode_text
-from kvcdn.origin.estimate import estimate_publish
-from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore

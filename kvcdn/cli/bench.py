@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pathlib import Path
-
 from kvcdn.cli.options import AsJson, Device
-from kvcdn.cli.output import note, print_json, print_table, size
+from kvcdn.cli.output import note, print_json, print_table, print_text, size
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -44,7 +43,6 @@ def ttft(
         for name, key in (("prefill", "prefill_ttft_s"), ("edge, warm", "edge_ttft_s"), ("KV in memory", "floor_ttft_s"))
     ]
     print_table(["FIRST TOKEN", "AFTER", "FASTER"], rows)
-    note(
-        f"{size(result['raw_bytes'])} raw, {size(result['wire_bytes'])} on the wire ({result['wire_bytes'] / result['raw_bytes']:.3f}), "
-        f"{'bit-identical' if result['bit_identical'] else 'NOT bit-identical'}, {result['over_floor']:.2f} x the floor"
-    )
+    bits = "bit-identical" if result["bit_identical"] else "NOT bit-identical"
+    wire = f"{size(result['wire_bytes'])} on the wire ({result['wire_ratio']:.3f})"
+    print_text(f"\n{size(result['raw_bytes'])} raw, {wire}, {bits}, {result['over_floor']:.2f} x the floor")

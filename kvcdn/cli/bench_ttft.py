@@ -38,8 +38,8 @@ def measure_ttft(
 ) -> dict[str, Any]:
     """The rows of `kvcdn bench ttft --json`; times are medians in seconds, sizes in bytes.
 
-    Each round takes stock prefill, edge and floor in turn. Stock and edge are timed from the text, the floor from token ids and a cache in
-    memory. `wire_bytes` are object bytes fetched in one edge run, without HTTP's own.
+    Each round takes stock prefill, edge and floor in turn. Stock and edge are timed from the text, the floor from token
+    ids and a cache in memory. `wire_bytes` are object bytes fetched in one edge run, without HTTP's own.
     """
     with running_rig(model, document, tokens, progress, device=device) as rig:
         edge_answer(rig)  # fills the edge's cache and warms the process
@@ -163,6 +163,4 @@ def _cpuinfo() -> list[str]:
 
 
 def _median_stages(reports: list[Any]) -> dict[str, float]:
-    return {
-        stage: round(statistics.median(report.seconds[stage] for report in reports), 4) for stage in reports[0].seconds
-    }
+    return {stage: round(statistics.median(report.seconds[stage] for report in reports), 4) for stage in reports[0].seconds}

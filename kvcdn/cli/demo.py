@@ -40,9 +40,7 @@ def demo(
 def _compare(rig: Rig) -> dict[str, Any]:
     from kvcdn.cli.stock import stock_answer  # noqa: PLC0415 - see kvcdn.cli
 
-    answers = [
-        rig.client.ask(rig.document, QUESTION, max_new_tokens=_ANSWER_TOKENS, do_sample=False) for _ in ("cold", "warm")
-    ]
+    answers = [rig.client.ask(rig.document, QUESTION, max_new_tokens=_ANSWER_TOKENS, do_sample=False) for _ in ("cold", "warm")]
     plain = stock_answer(rig.client, rig.document, QUESTION, _ANSWER_TOKENS)
     cold, warm = (answer.report for answer in answers)
     equal = [answer.token_ids == plain.token_ids for answer in answers]

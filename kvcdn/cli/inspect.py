@@ -108,7 +108,9 @@ def _find_key(store: BlobStore, target: str) -> str:
     if len(found) == 1:
         return found[0]
     what = "no object" if not found else f"{len(found)} objects"
-    raise NotFoundError(f"{what} at {store.url} has an address that begins with {target!r}", hint="kvcdn ls shows the addresses")
+    raise NotFoundError(
+        f"{what} at {store.url} has an address that begins with {target!r}", hint="kvcdn ls shows the addresses"
+    )
 
 
 def _describe_manifest(manifest: Manifest, trust: TrustList) -> dict[str, Any]:

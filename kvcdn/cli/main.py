@@ -44,7 +44,7 @@ def _options(
 
 
 def run() -> None:
-    """Runs the command line and ends the process: typer sees to usage and interrupts, this to the exit codes of `kvcdn.errors`."""
+    """Runs the command line and ends the process; usage and interrupts are typer's, the other exit codes ours."""
     try:
         app()
     except KvcdnError as error:

@@ -24,7 +24,9 @@ Origin = Annotated[
 Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint, for a server that is not AWS.")]
 Edge = Annotated[str | None, typer.Option(envvar="KVCDN_EDGE", help="URL of an edge, to be used in place of the origin.")]
 Token = Annotated[str | None, typer.Option(envvar="KVCDN_TOKEN", help="Bearer token for the edge.", show_envvar=True)]
-NamespaceName = Annotated[str | None, typer.Option("--namespace", "-n", help="Private namespace; its secret must be on this machine.")]
+NamespaceName = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Private namespace; its secret must be on this machine.")
+]
 Chat = Annotated[bool, typer.Option("--chat", help="Put the document into the model's chat template, as the system message.")]
 TrustFile = Annotated[Path | None, typer.Option("--trust", help="Trust list to use in place of yours.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")]
@@ -43,8 +45,12 @@ def open_source(edge: str | None, origin: str | None, endpoint: str | None, toke
     from kvcdn.client.client import open_source as open_  # noqa: PLC0415 - see kvcdn.cli
 
     if edge and not edge.startswith(("http://", "https://")):
-        raise UsageError(f"--edge takes a URL such as http://127.0.0.1:8400, not {edge!r}", hint="for a folder or bucket use --origin")
-    return open_(edge or origin or str(data_dir() / "origin"), endpoint=endpoint if not edge else None, token=token if edge else None)
+        raise UsageError(
+            f"--edge takes a URL such as http://127.0.0.1:8400, not {edge!r}", hint="for a folder or bucket use --origin"
+        )
+    return open_(
+        edge or origin or str(data_dir() / "origin"), endpoint=endpoint if not edge else None, token=token if edge else None
+    )
 
 
 def trust_list(path: Path | None) -> TrustList:

@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvcdn.cli.options import AsJson, Chat, Device, Endpoint, Model, NamespaceName, Origin, TrustFile, open_origin, quiet_libraries, trust_list
+from kvcdn.cli.options import (
+    AsJson,
+    Chat,
+    Device,
+    Endpoint,
+    Model,
+    NamespaceName,
+    Origin,
+    TrustFile,
+    open_origin,
+    quiet_libraries,
+    trust_list,
+)
 from kvcdn.cli.output import link, note, print_error, print_json, print_pairs, size
 from kvcdn.errors import KvcdnError
 
@@ -37,7 +49,9 @@ def publish(
     device: Device = "cpu",
     *,
     chat: Chat = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say size, time and break-even link speed; write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say size, time and break-even link speed; write nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prefill a document with a model and store its KV cache, signed and encrypted, at an origin.
@@ -99,7 +113,9 @@ def _publisher(
     else:
         signer, new = load_or_create_signing_key(signing_key_path())
         if new:
-            note(f"made your signing key {signing_key_path()}; readers trust it with: kvcdn keygen --trust {signer.public.text}")
+            note(
+                f"made your signing key {signing_key_path()}; readers trust it with: kvcdn keygen --trust {signer.public.text}"
+            )
     return Publisher(loaded, open_origin(origin, endpoint), signer, namespace=space, trust=trust_list(trust))
 
 
@@ -131,8 +147,14 @@ def _estimator(loaded: LoadedModel, space: Namespace, *, chat: bool, as_json: bo
             [
                 ("document", document.name),
                 ("tokens", f"{estimate.tokens:,} in {estimate.blocks} blocks"),
-                ("size", f"{size(estimate.raw_bytes)} raw, about {size(estimate.stored_bytes)} stored (ratio {estimate.ratio})"),
-                ("time", f"about {estimate.prefill_seconds:.1f} s at {estimate.tokens_per_second:,.0f} tokens/s on this machine"),
+                (
+                    "size",
+                    f"{size(estimate.raw_bytes)} raw, about {size(estimate.stored_bytes)} stored (ratio {estimate.ratio})",
+                ),
+                (
+                    "time",
+                    f"about {estimate.prefill_seconds:.1f} s at {estimate.tokens_per_second:,.0f} tokens/s on this machine",
+                ),
                 ("break-even", f"readers as fast as this machine gain on links above {break_even}; below, they prefill sooner"),
                 ("measured on", f"the first {estimate.measured_tokens:,} tokens; nothing was written"),
             ]
@@ -152,6 +174,7 @@ def encode_document(loaded: LoadedModel, document: Document, *, chat: bool) -> t
 
 @contextmanager
 def progress_bar(name: str, tokens: int) -> Iterator[Callable[[PublishProgress], None]]:
+    """A progress bar on standard error, as the callable that a publisher reports to."""
     from rich.console import Console  # noqa: PLC0415 - see kvcdn.cli
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 

@@ -82,5 +82,7 @@ def _first_tokens(tokenizer: object, text: str, tokens: int) -> str:
     """The start of `text` that is `tokens` tokens long. Raises UsageError where it is shorter."""
     encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)  # type: ignore[operator] # a transformers tokenizer
     if len(encoded["input_ids"]) < tokens:
-        raise UsageError(f"the document has {len(encoded['input_ids']):,} tokens, {tokens:,} are asked for", hint="give --document")
+        raise UsageError(
+            f"the document has {len(encoded['input_ids']):,} tokens, {tokens:,} are asked for", hint="give --document"
+        )
     return text[: encoded["offset_mapping"][tokens - 1][1]]

@@ -1,4 +1,7 @@
-"""The model without kvcdn: stock generate() over the whole prompt at once, the fastest a user has. What benchmarks compare with."""
+"""The model without kvcdn: stock generate() over the whole prompt at once, the fastest a user has.
+
+What benchmarks compare with.
+"""
 
 from __future__ import annotations
 

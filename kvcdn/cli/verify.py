@@ -43,8 +43,8 @@ def verify(
 ) -> None:
     """Load a document's published cache, recompute it, and compare.
 
-    Shows that the bytes loaded are those published, whether a local prefill on the same schedule gives the same bits, and how far both
-    are from one pass over the whole text, as any two kernels differ.
+    Shows that the bytes loaded are those published, whether a local prefill on the same schedule gives the same bits,
+    and how far both are from one pass over the whole text, as any two kernels differ.
     """
     from kvcdn.origin.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
 
@@ -65,6 +65,7 @@ def verify(
         stack = "the same stack" if found.same_stack else "another stack, so a rounding difference is expected"
         bits = "bit-identical" if found.bit_identical else f"differs, first in {found.first_difference}"
         apart = found.one_pass
+        greedy_equal = f"{apart.greedy_equal} of {apart.greedy_total} greedy tokens equal"
         print_pairs(
             [
                 ("published", f"{found.tokens:,} of the document's {len(token_ids):,} tokens, in {found.blocks} blocks"),
@@ -72,8 +73,7 @@ def verify(
                 ("local prefill", f"{bits} on the publisher's schedule ({stack})"),
                 (
                     "one pass",
-                    f"max |dlogit| {apart.max_abs_dlogit:.4f}, KL {apart.kl_mean:.5f}, top-1 {apart.top1:.1%}, "
-                    f"{apart.greedy_equal} of {apart.greedy_total} greedy tokens equal",
+                    f"max |dlogit| {apart.max_abs_dlogit:.4f}, KL {apart.kl_mean:.5f}, top-1 {apart.top1:.1%}, {greedy_equal}",
                 ),
             ]
         )

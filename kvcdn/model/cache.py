@@ -1,10 +1,10 @@
 """The adapter to transformers' cache classes: a layer that stores tokens the way blocks do, has spare room, and can wait.
 
-transformers' own DynamicLayer concatenates, which copies the whole cache at every decoded token; and it must be full before
-the model runs. This layer is allocated once, with room for what will be decoded, and may be handed to the model before its
-bytes are there: `update`, which the model calls when it reaches the layer, waits for them. Memory is token-major ([tokens, heads, dim], FORMAT.md
-2.3), so a block decodes straight into place; the model sees the usual [1, heads, tokens, dim] as a transposed view, and computes the same
-bits from it.
+transformers' own DynamicLayer concatenates, which copies the whole cache at every decoded token; and it must be full
+before the model runs. This layer is allocated once, with room for what will be decoded, and may be handed to the model
+before its bytes are there: `update`, which the model calls when it reaches the layer, waits for them. Memory is token-
+major ([tokens, heads, dim], FORMAT.md 2.3), so a block decodes straight into place; the model sees the usual [1, heads,
+tokens, dim] as a transposed view, and computes the same bits from it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from kvcdn.layout import LayerSpec, Layout, TensorSpec
 
 GROWTH_TOKENS = 256
 """Room added whenever a layer is full: a copy of the cache every 256 decoded tokens instead of every one."""
+
+_CACHE_DIMENSIONS = 4
+"""[batch, heads, tokens, dim]."""
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -77,7 +80,7 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         return self.keys, self.values
 
     def _owns_views(self) -> bool:
-        """False once the library has replaced the tensors (beams, repeated batches): from then on it is a plain DynamicLayer."""
+        """False once the library has replaced the tensors (beams, batches): from then on this is a plain DynamicLayer."""
         return self.keys is self._shown[0] and self.values is self._shown[1]
 
     def _grow(self, length: int, capacity: int) -> None:
@@ -147,10 +150,14 @@ def require_supported(model: PreTrainedModel) -> None:
         )
     for layer in DynamicCache(config=model.config).layers:
         if type(layer) is not DynamicLayer:
-            raise UnsupportedModelError(f"{kind} keeps a {type(layer).__name__} in its cache; only full attention is supported so far")
+            raise UnsupportedModelError(
+                f"{kind} keeps a {type(layer).__name__} in its cache; only full attention is supported so far"
+            )
     for rope in _rope_types(model.config.get_text_config(decoder=True)):
         if rope in ("dynamic", "longrope"):
-            raise UnsupportedModelError(f"{kind} uses {rope} rope: its keys depend on the length of the whole prompt, not on the prefix")
+            raise UnsupportedModelError(
+                f"{kind} uses {rope} rope: its keys depend on the length of the whole prompt, not on the prefix"
+            )
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -162,10 +169,12 @@ def _rope_types(config: Any) -> set[str]:
 def _layer_spec(index: int, layer: Any, model: PreTrainedModel) -> LayerSpec:
     kind = model.config.model_type
     if type(layer) is not DynamicLayer or not layer.is_initialized:
-        raise UnsupportedModelError(f"{kind}: layer {index} keeps a {type(layer).__name__}; only full attention is supported so far")
+        raise UnsupportedModelError(
+            f"{kind}: layer {index} keeps a {type(layer).__name__}; only full attention is supported so far"
+        )
     tensors = []
     for name, tensor in (("k", layer.keys), ("v", layer.values)):
-        if tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.shape[2] != 1 or tensor.dtype not in DTYPE_NAMES:
+        if tensor.ndim != _CACHE_DIMENSIONS or tensor.shape[0] != 1 or tensor.shape[2] != 1 or tensor.dtype not in DTYPE_NAMES:
             raise UnsupportedModelError(f"{kind}: layer {index} keeps {name} as {tuple(tensor.shape)} {tensor.dtype}")
         tensors.append((name, tensor.shape[1], tensor.shape[3], DTYPE_NAMES[tensor.dtype]))
     return LayerSpec("kv", tuple(TensorSpec(*tensor) for tensor in tensors))

@@ -5,7 +5,6 @@ A model argument is a local folder, a hub id (`Qwen/Qwen3-4B`), or one of the al
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -41,7 +40,10 @@ class Checkpoint:
 
 
 def resolve_checkpoint(model: str) -> Checkpoint:
-    """Finds (and downloads or converts, once) the checkpoint `model` names. Raises UsageError, NotFoundError or UnavailableError."""
+    """Finds (and downloads or converts, once) the checkpoint `model` names.
+
+    Raises UsageError, NotFoundError or UnavailableError.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -53,7 +55,8 @@ def resolve_checkpoint(model: str) -> Checkpoint:
     if hub_id.startswith((".", "/", "~")) or hub_id.count("/") != 1:
         known = ", ".join(sorted([*HUB_ALIASES, PACKAGED_ALIAS]))
         raise NotFoundError(
-            f"no model {model!r}: no such folder, alias or hub id", hint=f"give a checkpoint folder, owner/name, or one of {known}"
+            f"no model {model!r}: no such folder, alias or hub id",
+            hint=f"give a checkpoint folder, owner/name, or one of {known}",
         )
     return Checkpoint(model, _hub_snapshot(hub_id))
 
@@ -70,11 +73,13 @@ def _hub_snapshot(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except RepositoryNotFoundError:
         raise NotFoundError(
-            f"the hub has no model {hub_id!r}, or it is private", hint="check the name; for private models log in with: hf auth login"
+            f"the hub has no model {hub_id!r}, or it is private",
+            hint="check the name; for private models log in with: hf auth login",
         ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UnavailableError(
-            f"cannot download {hub_id}: {_first_line(error)}", hint="check the network, or give --model a local checkpoint folder"
+            f"cannot download {hub_id}: {_first_line(error)}",
+            hint="check the network, or give --model a local checkpoint folder",
         ) from None
 
 
@@ -88,7 +93,7 @@ def _packaged_smollm2() -> Path:
     staging = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
     try:
         _convert_gguf(source, staging)
-        os.replace(staging, target)
+        staging.replace(target)
     except OSError as error:
         if not (target / "config.json").is_file():  # another process may have finished first
             raise UnavailableError(f"cannot convert {source.name} into {target}: {_first_line(error)}") from None

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import os
 import struct
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,45 +18,89 @@ from typing import Any
 from kvcdn import canonical
 from kvcdn.digest import Digest, derive, hash_bytes
 from kvcdn.errors import CorruptError, NotFoundError, UnsupportedModelError
-from kvcdn.paths import cache_dir
+from kvcdn.model.remembered import Remembered
 
 _IRRELEVANT = frozenset(
-    """
-    _name_or_path _model_name_or_path _commit_hash transformers_version torch_dtype dtype use_cache
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id task_specific_params
-    id2label label2id problem_type finetuning_task output_attentions output_hidden_states return_dict
-    return_dict_in_generate tokenizer_class attn_implementation _attn_implementation
-    _attn_implementation_autoset initializer_range auto_map temperature top_k top_p typical_p do_sample
-    num_beams num_beam_groups num_return_sequences max_length min_length length_penalty repetition_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size diversity_penalty early_stopping bad_words_ids
-    suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty prefix output_scores chunk_size_feed_forward pruned_heads
-    """.split()
+    [
+        "_name_or_path",
+        "_model_name_or_path",
+        "_commit_hash",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "task_specific_params",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "finetuning_task",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "return_dict_in_generate",
+        "tokenizer_class",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "initializer_range",
+        "auto_map",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "do_sample",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "max_length",
+        "min_length",
+        "length_penalty",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "diversity_penalty",
+        "early_stopping",
+        "bad_words_ids",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "prefix",
+        "output_scores",
+        "chunk_size_feed_forward",
+        "pruned_heads",
+    ]
 )
 """Configuration keys that cannot decide the KV: FORMAT.md 2.2 is the list. What is not here counts."""
 
 _MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
 """The limit safetensors itself sets."""
 
-_MAX_REMEMBERED = 256
-"""Checkpoints whose fingerprints are kept; the oldest go."""
-
 
 def fingerprint_checkpoint(folder: Path) -> Digest:
     """The fingerprint of the checkpoint in `folder`; 32 bytes.
 
-    Raises NotFoundError without weights, UnsupportedModelError for weights that are not safetensors, CorruptError for broken files.
+    Raises NotFoundError without weights, UnsupportedModelError for weights that are not safetensors, CorruptError for
+    broken files.
     """
     files = [folder / "config.json", *_weight_files(folder)]
     state = _file_state(files)
-    remembered = _Memory(cache_dir() / "fingerprints.json")
-    known = remembered.get(str(folder.resolve()), state)
-    if known is not None:
-        return known
+    remembered = Remembered("fingerprints")
+    entry = remembered.get(str(folder.resolve()))
+    if isinstance(entry, dict) and entry.get("state") == state:
+        with suppress(CorruptError):
+            return Digest.parse(entry.get("fingerprint"), "remembered fingerprint")
     config = read_config(folder)
     computed = _fingerprint(config, _tensor_lines(files[1:]))
     if _file_state(files) == state:
-        remembered.put(str(folder.resolve()), state, computed)
+        remembered.put(str(folder.resolve()), {"state": state, "fingerprint": str(computed)})
     return computed
 
 
@@ -160,35 +202,3 @@ def _read_safetensors_header(view: memoryview, path: Path) -> list[tuple[str, st
 def _file_state(files: list[Path]) -> list[list[int | str]]:
     stats = [(path.name, path.stat()) for path in files]
     return [[name, s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats]
-
-
-class _Memory:
-    """Fingerprints by folder and file state. Losing it costs a second; a damaged file is ignored and rewritten."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def _load(self) -> dict[str, Any]:
-        try:
-            content = json.loads(self._path.read_text("utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return content if isinstance(content, dict) else {}
-
-    def get(self, folder: str, state: list[list[int | str]]) -> Digest | None:
-        entry = self._load().get(folder)
-        if isinstance(entry, dict) and entry.get("state") == state:
-            with suppress(CorruptError):
-                return Digest.parse(entry.get("fingerprint"), "remembered fingerprint")
-        return None
-
-    def put(self, folder: str, state: list[list[int | str]], fingerprint: Digest) -> None:
-        entries = self._load()
-        entries.pop(folder, None)
-        entries[folder] = {"state": state, "fingerprint": str(fingerprint)}
-        kept = dict(list(entries.items())[-_MAX_REMEMBERED:])
-        with suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
-                json.dump(kept, file)
-            os.replace(file.name, self._path)

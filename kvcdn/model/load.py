@@ -50,7 +50,10 @@ def load_model(name: str, device: str = "cpu") -> LoadedModel:
 
 
 def load_transformers(name: str, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Checkpoint]:
-    """Loads the model `name` in its checkpoint's dtype, ready to run. Raises NotFoundError, UnsupportedModelError or UsageError."""
+    """Loads the model `name` in its checkpoint's dtype, ready to run.
+
+    Raises NotFoundError, UnsupportedModelError or UsageError.
+    """
     checkpoint = resolve_checkpoint(name)
     # The fingerprint comes first: it refuses weights we do not read before anything loads them.
     fingerprint_checkpoint(checkpoint.folder)
@@ -60,7 +63,9 @@ def load_transformers(name: str, device: str = "cpu") -> tuple[PreTrainedModel, 
             checkpoint.folder, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UnsupportedModelError(f"transformers cannot load {name} as a causal language model: {_first_line(error)}") from None
+        raise UnsupportedModelError(
+            f"transformers cannot load {name} as a causal language model: {_first_line(error)}"
+        ) from None
     try:
         return model.to(device).eval(), tokenizer, checkpoint
     except (RuntimeError, AssertionError) as error:

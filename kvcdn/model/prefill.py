@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -80,4 +81,5 @@ def _block_tensors(layer: TokenMajorLayer, start: int, end: int) -> tuple[torch.
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as writable bytes, without a copy."""
-    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+    view: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(view).cast("B")

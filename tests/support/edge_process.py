@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
-import stat
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,11 +100,11 @@ def disk_bytes(cache_dir: Path) -> int:
 
 def _sizes(cache_dir: Path) -> dict[Path, int]:
     sizes = {}
-    for path in cache_dir.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            found = path.stat()
-            if stat.S_ISREG(found.st_mode) and path.name != "lock":
-                sizes[path] = found.st_size
+    for folder, _, names in os.walk(cache_dir):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                if name != "lock":
+                    sizes[Path(folder, name)] = os.lstat(f"{folder}/{name}").st_size
     return sizes
 
 

@@ -1,0 +1,44 @@
+"""Remembered facts: small JSON files in the user's cache folder, that may be lost or damaged at any time without harm."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kvcdn.paths import cache_dir
+
+_MAX_ENTRIES = 256
+"""The oldest go."""
+
+
+class Remembered:
+    """A dictionary on disk. What cannot be read is forgotten, what cannot be written is not remembered."""
+
+    def __init__(self, name: str) -> None:
+        self._path = cache_dir() / f"{name}.json"
+
+    def get(self, key: str) -> Any:
+        """The value of `key`, or None. It comes from a file: check its form."""
+        return self._load().get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        """Remembers `value` (JSON) under `key`. Never raises."""
+        entries = self._load()
+        entries.pop(key, None)
+        entries[key] = value
+        kept = dict(list(entries.items())[-_MAX_ENTRIES:])
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
+                json.dump(kept, file)
+            Path(file.name).replace(self._path)
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            content = json.loads(self._path.read_text("utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
