@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.cache_utils import Cache
+
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.match import PublishedPrefix, find_published
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.transport import EdgeSource, Source, StoreSource
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
-from transformers.cache_utils import Cache
-
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
 from kvcdn.keys import Chain, Namespace

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from kvcdn.client.transport import ObjectReader, Source
 
 from kvcdn.block import BlockHeader, open_header, open_segment
+from kvcdn.client.transport import ObjectReader, Source
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import KvcdnError, UnavailableError
 from kvcdn.keys import BlockName, ModelIdentity, block_key

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcdn.client.transport import Source
-
 from kvcdn.keys import BlockName, Chain
 
 _BOUNDARIES_TRIED = 8

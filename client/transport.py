@@ -203,11 +203,14 @@ class EdgeSource:
 
     def send(self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, headers: Any) -> None:
         if connection.sock is None:
-            connection.connect()
-            sock: socket.socket = connection.sock
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(self._stall_seconds)
+            _connect(connection, self._stall_seconds)
         connection.request(method, self._base + path, body=body, headers={**self._headers, **(headers or {})})
+
+
+def _connect(connection: http.client.HTTPConnection, stall_seconds: float) -> None:
+    connection.connect()
+    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sock.settimeout(stall_seconds)
 
 
 class Exchange:

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
 from kvcdn.client.client import Client
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.match import find_published
-
 from kvcdn.errors import NotFoundError, UnsupportedModelError
 from kvcdn.keys import BlockName, Chain
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument, output_cache

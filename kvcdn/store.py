@@ -51,7 +51,8 @@ class BlobStore(Protocol):
     def stream(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
         """As `read`, in pieces of at most STREAM_CHUNK_BYTES.
 
-        NotFoundError comes at the call, not at the first piece. Raises UnavailableError in mid-stream rather than end early. It is a generator: close it to let go of the connection.
+        NotFoundError comes at the call, not at the first piece. Raises UnavailableError in
+        mid-stream rather than end early. It is a generator: close it to let go of the connection.
         """
 
     def create(self, key: str, pieces: Sequence[bytes]) -> bool:

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvcdn.origin.publish import check_length
-
 from kvcdn.block import seal_block
 from kvcdn.keys import Namespace, PrefixNames
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill
+from kvcdn.origin.publish import check_length
 from kvcdn.signing import SigningKey
 
 

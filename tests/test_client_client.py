@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
+
 from kvcdn.client import Client, MissReason
 from kvcdn.client.transport import EdgeSource, StoreSource
+from kvcdn.errors import UsageError
+from kvcdn.keys import Namespace, PrefixNames, block_key
+from kvcdn.model.tokens import Prompt, encode_text
 from kvcdn.origin.publish import Publisher
+from kvcdn.signing import SigningKey, TrustList
+from kvcdn.stores.memory import MemoryStore
 from support.faults import Fault, faulty_link
 from support.published import publish_text
 from support.tiny import TEXT, tiny_checkpoint
 from support.web import running_web
-from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
-
-from kvcdn.errors import UsageError
-from kvcdn.keys import Namespace, PrefixNames, block_key
-from kvcdn.model.tokens import Prompt, encode_text
-from kvcdn.signing import SigningKey, TrustList
-from kvcdn.stores.memory import MemoryStore
 
 QUESTION = "What may a licensee do?"
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

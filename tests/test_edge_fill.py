@@ -15,6 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from kvcdn.envelope import PREAMBLE_BYTES
+from kvcdn.signing import SigningKey
+from kvcdn.stores.folder import FolderStore
+from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
 from support.edge_process import (
     WatchedStore,
@@ -28,11 +33,6 @@ from support.edge_process import (
     origin_gets,
     running_edge,
 )
-
-from kvcdn.envelope import PREAMBLE_BYTES
-from kvcdn.signing import SigningKey
-from kvcdn.stores.folder import FolderStore
-from kvcdn.stores.memory import MemoryStore
 
 READERS = 64
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.blocks import Document, make_document
-from support.edge_process import Reply, ask, connect, exchange, metric, running_edge
 
 from kvcdn.block import open_header
 from kvcdn.digest import hash_bytes
 from kvcdn.edge.launch import RunningEdge
 from kvcdn.stores.folder import FolderStore
+from support.blocks import Document, make_document
+from support.edge_process import Reply, ask, connect, exchange, metric, running_edge
 
 KEEPALIVE_SECONDS = 1.0
 

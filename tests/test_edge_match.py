@@ -14,6 +14,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from kvcdn.edge.match import MAX_ADDRESSES, MAX_BODY_BYTES, MatchRequest
+from kvcdn.edge.serve import ServingEdge
+from kvcdn.errors import CorruptError
+from kvcdn.store import BlobInfo
+from kvcdn.stores.folder import FolderStore
+from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
 from support.edge_process import (
     Reply,
@@ -27,13 +34,6 @@ from support.edge_process import (
     origin_stats,
     running_edge,
 )
-
-from kvcdn.edge.match import MAX_ADDRESSES, MAX_BODY_BYTES, MatchRequest
-from kvcdn.edge.serve import ServingEdge
-from kvcdn.errors import CorruptError
-from kvcdn.store import BlobInfo
-from kvcdn.stores.folder import FolderStore
-from kvcdn.stores.memory import MemoryStore
 
 TAG = "0f" * 16
 

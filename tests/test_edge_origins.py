@@ -7,13 +7,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.blocks import Document, make_document
-from support.edge_process import ask, ask_match, connect, exchange, origin_gets, origin_stats, running_edge
-from support.seaweed import S3Server
 
 from kvcdn.edge.launch import RunningEdge
 from kvcdn.stores import open_store
 from kvcdn.stores.folder import FolderStore
+from support.blocks import Document, make_document
+from support.edge_process import ask, ask_match, connect, exchange, origin_gets, origin_stats, running_edge
+from support.seaweed import S3Server
 
 MOST_RESIDENT_BYTES = 120_000_000
 

@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from support.blocks import make_document
-from support.edge_process import WatchedStore, ask, connect, edge_in_thread, exchange, object_files, running_edge
 
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.launch import launch_edge
@@ -20,6 +18,8 @@ from kvcdn.edge.settings import load_settings
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
+from support.blocks import make_document
+from support.edge_process import WatchedStore, ask, connect, edge_in_thread, exchange, object_files, running_edge
 
 TOKEN = "correct-horse-battery-staple"
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.blocks import Document, make_document
-from support.edge_process import WatchedStore, ask, disk_bytes, edge_in_thread, object_files, origin_gets, running_edge
 
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.edge.settings import load_settings
@@ -24,6 +22,8 @@ from kvcdn.edge.target import Kind, ObjectName
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
+from support.blocks import Document, make_document
+from support.edge_process import WatchedStore, ask, disk_bytes, edge_in_thread, object_files, origin_gets, running_edge
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny import FULL_ATTENTION_KINDS, tiny_checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -14,6 +13,7 @@ from kvcdn.errors import UnsupportedModelError
 from kvcdn.layout import LayerSpec, TensorSpec
 from kvcdn.model.cache import TokenMajorLayer, build_cache, cache_argument, output_cache, probe_layout
 from kvcdn.model.load import load_model
+from support.tiny import FULL_ATTENTION_KINDS, tiny_checkpoint
 
 SPEC = LayerSpec("kv", (TensorSpec("k", 2, 4, "bfloat16"), TensorSpec("v", 2, 6, "bfloat16")))
 CPU = torch.device("cpu")

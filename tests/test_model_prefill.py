@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.tiny import FULL_ATTENTION_KINDS, tiny_checkpoint
 from transformers import DynamicCache
 
 from kvcdn.model.cache import cache_argument
 from kvcdn.model.load import load_model
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
+from support.tiny import FULL_ATTENTION_KINDS, tiny_checkpoint
 
 
 def all_bytes(loaded, token_ids):

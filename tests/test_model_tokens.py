@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny import TEXT, tiny_tokenizer
 
 from kvcdn.errors import UsageError
 from kvcdn.model.tokens import encode_chat, encode_text
+from support.tiny import TEXT, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from kvcdn.origin.estimate import estimate_publish
-from kvcdn.origin.publish import Publisher
-from support.published import publish_text
-from support.tiny import TEXT
 
 from kvcdn.errors import CorruptError, UnavailableError, UntrustedError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.manifest import open_manifest
 from kvcdn.model.load import load_model
 from kvcdn.model.tokens import encode_text
+from kvcdn.origin.estimate import estimate_publish
+from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
+from support.published import publish_text
+from support.tiny import TEXT
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ import io
 import sys
 
 import pytest
-from kvcdn.origin.sources import list_documents, read_document
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
+from kvcdn.origin.sources import list_documents, read_document
 
 BAD = {
     "empty": (b"", UsageError, "is empty"),

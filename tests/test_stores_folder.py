@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support import store_writer
 
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.stores.folder import STAGING_FOLDER, STALE_SECONDS, FolderStore
+from support import store_writer
 
 WRITER = Path(store_writer.__file__)
 

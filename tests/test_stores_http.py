@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.faults import Fault, FaultyLink, faulty_link
-from support.web import Answer, Web, running_web
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.stores import body, http
 from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore
+from support.faults import Fault, FaultyLink, faulty_link
+from support.web import Answer, Web, running_web
 
 DATA = random.Random(6).randbytes(2_000_000)
 

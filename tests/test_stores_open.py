@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.seaweed import S3Server
 
 from kvcdn.errors import UsageError
 from kvcdn.stores import open_store
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore
+from support.seaweed import S3Server
 
 
 def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from botocore.exceptions import ClientError
-from support.faults import Fault, FaultyLink, faulty_link
-from support.seaweed import S3Server
 
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.stores import body, open_store, s3
 from kvcdn.stores.s3 import PART_BYTES, S3Store
 from kvcdn.stores.s3_errors import translated
+from support.faults import Fault, FaultyLink, faulty_link
+from support.seaweed import S3Server
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 CONFLICT = (

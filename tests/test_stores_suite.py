@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.seaweed import S3Server
-from support.web import running_web
 
 from kvcdn.errors import NotFoundError, UsageError
 from kvcdn.store import MAX_KEY_CHARACTERS, STREAM_CHUNK_BYTES, BlobStore, check_key
@@ -24,6 +22,8 @@ from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore
 from kvcdn.stores.s3 import MULTIPART_BYTES, S3Store
+from support.seaweed import S3Server
+from support.web import running_web
 
 KEY = "v1/0011/blocks/ab/abcd"
 WRITABLE = ("memory", "folder", "s3")

@@ -8,14 +8,13 @@ from typing import Any
 
 from kvcdn.client import Client
 from kvcdn.client.transport import StoreSource
-from kvcdn.origin.publish import Publisher, PublishResult
-from support.tiny import TEXT
-
 from kvcdn.model.load import LoadedModel, load_model
 from kvcdn.model.tokens import encode_text
+from kvcdn.origin.publish import Publisher, PublishResult
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
 from kvcdn.stores.memory import MemoryStore
+from support.tiny import TEXT
 
 
 @dataclass
