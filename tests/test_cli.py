@@ -66,7 +66,9 @@ def test_ask_answers_from_the_cache_and_shows_a_report(place):
 
 def test_another_hash_seed_reads_what_was_published(place):
     """Names do not hang on a process."""
-    reports = [place.reading("ask", "--max-tokens", "1", PYTHONHASHSEED=seed).json["report"] for seed in ("1", "2")]
+    reports = [
+        place.reading("ask", "--max-tokens", "1", process=True, PYTHONHASHSEED=seed).json["report"] for seed in ("1", "2")
+    ]
     assert [place.published["tokens"]] * 2 == [report["tokens_reused"] for report in reports]
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from kvcdn.errors import CorruptError, NotFoundError, UnsupportedModelError
 from kvcdn.model.fingerprint import fingerprint_checkpoint
 from kvcdn.model.load import bind_model, load_model
+from kvcdn.paths import cache_dir
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def change_config(folder, **changes):
 
 def change_weight(folder):
     weights = load_file(folder / "model.safetensors")
-    name = sorted(weights)[0]
+    name = min(weights)
     weights[name] = weights[name].clone()
     weights[name].view(torch.int16).view(-1)[0] ^= 1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -83,10 +84,9 @@ def test_what_cannot_decide_the_kv_does_not(checkpoint, change):
 def test_a_remembered_fingerprint_is_not_trusted_past_a_change(checkpoint):
     """The memory is keyed by the files' state; a damaged memory is ignored."""
     first = fingerprint_checkpoint(checkpoint)
-    memory = os.path.join(os.environ["XDG_CACHE_HOME"], "kvcdn", "fingerprints.json")
+    memory = cache_dir() / "fingerprints.json"
     assert first == fingerprint_checkpoint(checkpoint)
-    with open(memory, "w") as file:
-        file.write("{broken")
+    memory.write_text("{broken")
     assert first == fingerprint_checkpoint(checkpoint)
 
 
