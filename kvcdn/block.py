@@ -73,7 +73,7 @@ class Segment:
     @property
     def descriptor(self) -> bytes:
         """What encryption binds: the segment without what depends on the ciphertext or its place."""
-        return canonical.encode(self._descriptor())
+        return canonical.encode_checked(self._descriptor())
 
     def _descriptor(self) -> dict[str, Any]:
         parts = [part.to_json() for part in self.parts]

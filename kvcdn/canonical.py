@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from kvcdn.errors import CorruptError
@@ -16,18 +17,35 @@ MAX_INTEGER = 2**53 - 1
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+_CONTAINERS = (dict, list, tuple)
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
 
 def encode(value: Any) -> bytes:
     """The canonical bytes of `value`. Raises ValueError or TypeError, programming errors, for what the form cannot hold."""
-    _check(value, MAX_DEPTH)
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
+    for items in _levels(value):
+        for item in items:
+            _check_scalar(item)
+    return encode_checked(value)
+
+
+def encode_checked(value: Any) -> bytes:
+    """As `encode`, for values known to hold only what canonical JSON can: those that came from `decode`."""
+    return _ENCODER.encode(value).encode("ascii")
 
 
 def decode(data: bytes, what: str) -> Any:
     """The value of canonical bytes; `what` names the object in errors. Raises CorruptError for anything else."""
     try:
-        value = json.loads(data.decode("ascii"), parse_float=_refuse_number, parse_constant=_refuse_number)
-        canonical = encode(value)
+        text = data.decode("ascii")
+        value = json.loads(text, parse_int=_bounded_int, parse_float=_refuse_number, parse_constant=_refuse_number)
+        strict = "\\ud" in text
+        for items in _levels(value):
+            if strict:
+                for item in items:
+                    _check_scalar(item)
+        canonical = encode_checked(value)
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptError(f"{what}: not canonical JSON ({error})") from None
     if canonical != data:
@@ -39,20 +57,35 @@ def _refuse_number(text: str) -> NoReturn:
     raise ValueError(f"number {text[:40]!r} is not an integer")
 
 
-def _check(value: Any, depth: int) -> None:
-    if depth == 0:
+def _bounded_int(text: str) -> int:
+    value = int(text)
+    if not -MAX_INTEGER <= value <= MAX_INTEGER:
+        raise ValueError("integer out of range")
+    return value
+
+
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """Everything in `value`, level by level. Raises ValueError for what lies below MAX_DEPTH.
+
+    Without recursion: headers are read on the way to the first token, and hold thousands of values.
+    """
+    containers = [value]
+    for _ in range(MAX_DEPTH - 1):
+        items: list[Any] = []
+        for container in containers:
+            if isinstance(container, dict):
+                items += container
+                items += container.values()
+            elif isinstance(container, list | tuple):
+                items += container
+            else:
+                items.append(container)
+        containers = [item for item in items if isinstance(item, _CONTAINERS)]
+        yield items
+        if not containers:
+            return
+    if any(containers):
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError("object keys must be strings")
-            _check_scalar(key)
-            _check(item, depth - 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check(item, depth - 1)
-    else:
-        _check_scalar(value)
 
 
 def _check_scalar(value: Any) -> None:
@@ -63,5 +96,5 @@ def _check_scalar(value: Any) -> None:
     elif isinstance(value, int) and not isinstance(value, bool):
         if abs(value) > MAX_INTEGER:
             raise ValueError("integer out of range")
-    elif not (value is None or isinstance(value, bool)):
+    elif not (value is None or isinstance(value, (bool, *_CONTAINERS))):
         raise TypeError(f"canonical JSON cannot hold {type(value).__name__}")

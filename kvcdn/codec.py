@@ -5,9 +5,10 @@ Decoders take authenticated bytes, yet trust no length: what does not fit exactl
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvcdn.errors import CorruptError
 
@@ -68,8 +69,7 @@ class BloscCodec:
     """One C-Blosc2 chunk: byte shuffle, then zstd per plane. Exponent bytes shrink, mantissa bytes are kept."""
 
     def encode(self, raw: Buffer, typesize: int) -> bytes:
-        import blosc2  # noqa: PLC0415 - an edge never encodes or decodes: it does without
-
+        blosc2 = _blosc2()
         return bytes(
             blosc2.compress2(
                 raw,
@@ -82,13 +82,21 @@ class BloscCodec:
         )
 
     def decode_into(self, encoded: Buffer, typesize: int, out: memoryview, what: str) -> None:
-        import blosc2  # noqa: PLC0415 - as above
-
         _check_chunk(encoded, typesize, len(out), what)
         try:
-            blosc2.decompress2(encoded, dst=out, nthreads=1)
+            _blosc2().decompress2(encoded, dst=out, nthreads=1)
         except (RuntimeError, ValueError) as error:
             raise CorruptError(f"{what}: blosc2 chunk does not decode ({error})") from None
+
+
+@functools.cache
+def _blosc2() -> Any:
+    """The library. An edge never encodes or decodes: it does without."""
+    import blosc2  # noqa: PLC0415
+
+    # It keeps the interpreter's lock unless told otherwise; blocks are decoded on every core, beside a running model.
+    blosc2.set_releasegil(True)
+    return blosc2
 
 
 def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, what: str) -> None:

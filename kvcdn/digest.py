@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import string
 from typing import ClassVar, Self
 
 from blake3 import blake3
 
 from kvcdn.errors import CorruptError
-
-_HEX = frozenset(string.digits + "abcdef")
 
 PARALLEL_FROM_BYTES = 1 << 20
 """From here on BLAKE3 uses every core; below it, starting threads costs more than it saves."""
@@ -28,9 +25,22 @@ class FixedBytes(bytes):
     @classmethod
     def parse(cls, text: object, what: str) -> Self:
         """Reads the text form; `what` names the field. Raises CorruptError for any other form."""
-        if not isinstance(text, str) or len(text) != 2 * cls.SIZE or not _HEX.issuperset(text):
+        value = cls.read(text)
+        if value is None:
             raise CorruptError(f"{what}: expected {2 * cls.SIZE} lowercase hexadecimal digits")
-        return cls(bytes.fromhex(text))
+        return value
+
+    @classmethod
+    def read(cls, text: object) -> Self | None:
+        """As `parse`, but None for any other form."""
+        if not isinstance(text, str) or len(text) != 2 * cls.SIZE:
+            return None
+        try:
+            value = bytes.fromhex(text)
+        except ValueError:
+            return None
+        # fromhex takes capitals and white space as well; there is one text form.
+        return cls(value) if value.hex() == text else None
 
     def __str__(self) -> str:
         return self.hex()

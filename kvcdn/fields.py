@@ -21,13 +21,17 @@ class Fields:
         self._what = what
 
     def _take(self, name: str) -> Any:
-        if name not in self._left:
-            raise CorruptError(f"{self._what}: field {name!r} is missing")
-        return self._left.pop(name)
+        try:
+            return self._left.pop(name)
+        except KeyError:
+            raise CorruptError(f"{self._what}: field {name!r} is missing") from None
 
     def integer(self, name: str, low: int, high: int) -> int:
         """An integer from `low` to `high`, both included."""
-        return self.integers([self._take(name)], f"{self._what}: field {name!r}", low, high)[0]
+        value = self._take(name)
+        if type(value) is not int or not low <= value <= high:
+            raise CorruptError(f"{self._what}: field {name!r} must be an integer from {low} to {high}")
+        return value
 
     def optional_integer(self, name: str, low: int, high: int) -> int | None:
         """As `integer`, or None where the field is null."""
@@ -53,7 +57,11 @@ class Fields:
 
     def fixed(self, name: str, kind: type[F]) -> F:
         """A digest or tag in its text form."""
-        return kind.parse(self._take(name), f"{self._what}: field {name!r}")
+        text = self._take(name)
+        value = kind.read(text)
+        if value is None:
+            raise CorruptError(f"{self._what}: field {name!r} must be {2 * kind.SIZE} lowercase hexadecimal digits")
+        return value
 
     def array(self, name: str, least: int, most: int) -> list[Any]:
         """An array of `least` to `most` items."""

@@ -300,3 +300,18 @@ def test_a_failure_in_json_is_one_object_too(place, tmp_path):
     """Standard output stays parseable when something is wrong."""
     ran = place.run("inspect", "feed", "--origin", place.origin, "--json")
     assert (3, 3) == (ran.code, ran.json["exit_code"])
+
+
+def test_a_wrong_token_is_told_from_a_missing_document(place, tmp_path):
+    """An edge that wants a token: the right one works, a wrong one is a miss with the reason, and code 5 for `verify`."""
+    from kvcdn.edge.launch import launch_edge
+
+    with launch_edge(origin=str(place.origin), cache_dir=tmp_path / "cache", token="a-long-enough-token-of-ours") as edge:
+        command = ("ask", place.document, "Q?", "-m", place.model, "--edge", edge.url, "--max-tokens", "1", "--json")
+        right = place.run(*command, KVCDN_TOKEN="a-long-enough-token-of-ours")
+        wrong = place.run(*command, "--token", "wrong")
+        verified = place.run("verify", place.document, "-m", place.model, "--edge", edge.url, "--token", "wrong")
+    assert place.published["tokens"] == right.json["report"]["tokens_reused"]
+    assert (0, "unavailable") == (wrong.code, wrong.json["report"]["reason"])
+    assert (5, True) == (verified.code, "KVCDN_TOKEN" in verified.complaint)
+    assert "wrong" not in wrong.json["report"]["detail"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import platform
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +15,15 @@ import torch
 from transformers import DynamicCache
 
 from kvcdn import __version__
+from kvcdn.cli.options import quiet_libraries
 from kvcdn.cli.rig import QUESTION, Rig, running_rig
 from kvcdn.cli.stock import floor_answer, stock_answer
+from kvcdn.client import Client
 from kvcdn.errors import KvcdnError
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill
+from kvcdn.model.tokens import Prompt
+from kvcdn.signing import PublicKey, TrustList
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -42,8 +48,10 @@ def measure_ttft(
     ids and a cache in memory. `wire_bytes` are object bytes fetched in one edge run, without HTTP's own.
     """
     with running_rig(model, document, tokens, progress, device=device) as rig:
-        edge_answer(rig)  # fills the edge's cache and warms the process
-        prepared, peak = _measure_peak(rig)
+        tell("a first fetch, in a process of its own, to see how much memory it takes")
+        peak = fetch_peak(model, rig)
+        edge_answer(rig)  # warms the process
+        prepared = rig.client.prepare(rig.client.question(rig.document, QUESTION))
         samples: dict[str, list[float]] = {"prefill": [], "edge": [], "floor": []}
         firsts: set[tuple[int, ...]] = set()
         reports = []
@@ -71,6 +79,7 @@ def measure_ttft(
             "wire_ratio": round(reports[-1].bytes_fetched / reports[-1].bytes_raw, 4),
             "bit_identical": _bit_identical(rig, prepared),
             "first_tokens_equal": len(firsts) == 1,
+            "fetch_peak_bytes": peak,
             "fetch_peak_over_kv": None if peak is None else round(peak / reports[-1].bytes_raw, 3),
             "edge_resident_bytes": rig.edge.resident_bytes("VmHWM"),
             "runs": runs,
@@ -135,19 +144,28 @@ def _bit_identical(rig: Rig, prepared: Prepared) -> bool:
     )
 
 
-def _measure_peak(rig: Rig) -> tuple[Prepared, int | None]:
-    """A complete fetch, and by how many bytes the process's resident memory rose at its highest; None off Linux."""
-    before = _reset_peak()
-    prepared = rig.client.prepare(rig.client.question(rig.document, QUESTION))
-    return prepared, None if before is None else _status_bytes("VmHWM") - before
+def fetch_peak(model: str, rig: Rig) -> int | None:
+    """Bytes by which resident memory rises at its highest while the cache is fetched; None off Linux.
+
+    In a new process, since one that has prefilled keeps freed memory, in which a fetch would hide.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_peak_in_this_process, model, rig.edge.url, tuple(rig.client.trust.names), rig.document).result()
 
 
-def _reset_peak() -> int | None:
-    try:
-        Path("/proc/self/clear_refs").write_text("5", "ascii")
-        return _status_bytes("VmRSS")
-    except OSError:
-        return None
+def _peak_in_this_process(model: str, url: str, publishers: tuple[PublicKey, ...], document: str) -> int | None:
+    quiet_libraries()
+    with Client.load(model, url, trust=TrustList.of(*publishers)) as client:
+        # Everything but the fetch happens once before, so that only the fetch is counted.
+        prompt = client.question(document, QUESTION)
+        client.generate(Prompt(prompt.token_ids[:8]), max_new_tokens=1, do_sample=False)
+        try:
+            Path("/proc/self/clear_refs").write_text("5", "ascii")
+            before = _status_bytes("VmRSS")
+            client.prepare(prompt)
+            return _status_bytes("VmHWM") - before
+        except OSError:
+            return None
 
 
 def _status_bytes(field: str) -> int:
