@@ -182,6 +182,7 @@ class Client:
         """Generates while the cache is still arriving; where it does not arrive, again from what did, or from nothing."""
         if attempt.fetch is not None and "streamer" not in options:
             try:
+                attempt.fetch.wait_until_overlap_pays()
                 streaming = build_cache(self.model, attempt.fetch.layers)
                 output: torch.Tensor = self.model.generate(**self._prepared(attempt, streaming).inputs(), **options)
                 self._record(attempt)
@@ -233,8 +234,9 @@ class Client:
         )
 
     def _explain_short_match(self, attempt: _Attempt) -> None:
-        report, offered = attempt.report, max(attempt.prompt.boundaries, default=0)
-        if report.reason is None and attempt.published.tokens < max(offered, 1):
+        # The first boundary is the end of the document, or of a chat's opening message.
+        report, offered = attempt.report, min(attempt.prompt.boundaries, default=1)
+        if report.reason is None and attempt.published.tokens < offered:
             report.reason = MissReason.NOT_PUBLISHED
             report.detail = (
                 f"only the first {attempt.published.tokens:,} tokens are published at {self.source.url} for this model"

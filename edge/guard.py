@@ -28,8 +28,8 @@ class Guard:
         if not settings.address.is_loopback and not (settings.insecure_http and token):
             raise UsageError(
                 f"{settings.listen} is more than loopback, and this version speaks plain HTTP only",
-                hint="listen on 127.0.0.1 and put a proxy with TLS before it (tokens with TLS come with the next version); "
-                "or, on a network that you trust, set insecure_http = true and a token",
+                hint="listen on 127.0.0.1 and put a proxy with TLS before it; or, on a network that you trust, set "
+                "insecure_http = true and a token",
             )
         return cls(token)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -15,11 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
-from kvcdn.errors import UsageError
+from kvcdn.settings import SettingsSources
 
 ENV_PREFIX = "KVCDN_EDGE_"
 
-SAMPLE = "infra/edge.toml"
+SOURCES = SettingsSources(service="edge", env_prefix=ENV_PREFIX, sample="infra/edge.toml")
 
 MIN_CAPACITY_BYTES = 1 << 20
 """Less than this holds no block of any model; it is a unit forgotten."""
@@ -147,37 +145,11 @@ def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> EdgeSettin
 
     An override of None counts as not given. Raises UsageError that names the field and the place it came from.
     """
-    from_file = _read_file(path) if path is not None else {}
+    from_file = SOURCES.read_file(path)
     given = {key: value for key, value in overrides.items() if value is not None}
-    _refuse_unknown_environment()
+    SOURCES.refuse_unknown_variables(EdgeSettings.model_fields)
     try:
         from_environment = EnvSettingsSource(EdgeSettings)()
         return EdgeSettings(**{**from_file, **from_environment, **given})
     except ValidationError as error:
-        raise UsageError("edge settings: " + "; ".join(_problems(error)), hint=f"{SAMPLE} explains every setting") from None
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"cannot read settings from {path}: {error}", hint=f"{SAMPLE} is a sample to start from") from None
-
-
-def _refuse_unknown_environment() -> None:
-    known = {ENV_PREFIX + name.upper() for name in EdgeSettings.model_fields}
-    for name in sorted(os.environ):
-        if name.startswith(ENV_PREFIX) and name not in known:
-            raise UsageError(f"the environment sets {name}, which is no setting", hint=f"{SAMPLE} names every setting")
-
-
-def _problems(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors(include_input=False, include_url=False):
-        field = ".".join(str(part) for part in problem["loc"])
-        match problem["type"]:
-            case "extra_forbidden":
-                yield f"{field} is no setting"
-            case "missing":
-                yield f"{field} is missing"
-            case _:
-                yield f"{field}: {problem['msg'].removeprefix('Value error, ')}"
+        raise SOURCES.refusal(error.errors(include_input=False, include_url=False)) from None

@@ -1,4 +1,6 @@
-"""The user's own keys on disk: signing keys, the trust list, namespace secrets. The only core module that reads files.
+"""The user's own keys on disk: signing keys, the trust list, namespace secrets.
+
+With `settings`, the only core module that reads files.
 
 <config>/keys/<name>.pem          Ed25519 signing key, PKCS #8, mode 0600
 <config>/trust                    publishers to accept, a public key and a name a line

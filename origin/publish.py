@@ -43,7 +43,11 @@ class PublishProgress:
 
 @dataclass(frozen=True)
 class PublishResult:
-    """What a run did. `status` is `published`, or `exists` where the manifest was there and nothing was done."""
+    """What a run did.
+
+    `status` is `published`; `exists` where all of it was there and nothing was done; `repaired` where the manifest was
+    there, but not all of its blocks.
+    """
 
     status: str
     address: str
@@ -98,9 +102,13 @@ class Publisher:
         names = self._names(token_ids)
         run = _Run(self.loaded, self._store, self._key, self._trust, names, progress)
         existing = run.existing_manifest()
-        if existing is not None:
+        if existing is not None and run.is_complete():
             return run.result("exists", self._namespace, existing)
         entries = run.write_blocks(token_ids)
+        key = manifest_key(names.model.tag, names.manifest_address)
+        if existing is not None:
+            # Somebody removed blocks under it. The new ones have other salts, sizes and etags: so the manifest is made anew.
+            self._store.delete(key)
         manifest = Manifest(
             address=names.manifest_address,
             fingerprint=names.model.fingerprint,
@@ -114,8 +122,8 @@ class Publisher:
             label=label,
             producer=self.loaded.producer,
         )
-        self._store.create(manifest_key(names.model.tag, names.manifest_address), [manifest.seal(self._key)])
-        return run.result("published", self._namespace, manifest)
+        self._store.create(key, [manifest.seal(self._key)])
+        return run.result("published" if existing is None else "repaired", self._namespace, manifest)
 
     def _names(self, token_ids: Sequence[int]) -> PrefixNames:
         check_length(self.loaded, len(token_ids))
@@ -172,6 +180,10 @@ class _Run:
             raise CorruptError(f"{what}: another manifest lies under this name", hint=f"remove {key} from {self._store.url}")
         self._trust.require(manifest.publisher, what)
         return manifest
+
+    def is_complete(self) -> bool:
+        """Whether every block is there: blocks may have been removed under a manifest."""
+        return all(self._exists(block) for block in self._names.blocks)
 
     def write_blocks(self, token_ids: Sequence[int]) -> list[BlockEntry]:
         """Brings every block to the origin and returns their entries in order."""

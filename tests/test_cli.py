@@ -220,7 +220,7 @@ def test_a_bad_document_is_one_clear_line(place, tmp_path, case):
 
 ORIGINS = {
     "a closed port": (["--origin", "s3://bucket/x", "--endpoint", "http://127.0.0.1:9"], 5, "127.0.0.1:9"),
-    "a read-only origin": (["--origin", "http://127.0.0.1:9"], 5, "127.0.0.1:9"),
+    "a read-only origin": (["--origin", "http://127.0.0.1:9"], 2, "can only be read"),
     "an unknown scheme": (["--origin", "ftp://host/x"], 2, "ftp"),
     "a file": (["--origin", "/etc/hostname"], 2, "/etc/hostname"),
 }
@@ -315,3 +315,24 @@ def test_a_wrong_token_is_told_from_a_missing_document(place, tmp_path):
     assert (0, "unavailable") == (wrong.code, wrong.json["report"]["reason"])
     assert (5, True) == (verified.code, "KVCDN_TOKEN" in verified.complaint)
     assert "wrong" not in wrong.json["report"]["detail"]
+
+
+def test_a_settings_file_stands_for_options(place, tmp_path):
+    """What a publisher says every time goes into a file; an option is stronger, and a wrong key is named."""
+    config = tmp_path / "origin.toml"
+    config.write_text(f'model = "{place.model}"\norigin = "{tmp_path / "from-file"}"\nlabel = "from the file"\n')
+    ran = place.run("publish", place.document, "--config", config, "--origin", tmp_path / "from-option", "--json")
+    assert (0, "published") == (ran.code, ran.json["status"])
+    listed = place.run("ls", "--origin", tmp_path / "from-option", "--json").json["documents"]
+    assert ["from the file"] == [document["label"] for document in listed]
+    assert not (tmp_path / "from-file").exists()
+    config.write_text("modle = 1\n")
+    ran = place.run("publish", place.document, "--config", config)
+    assert (2, True) == (ran.code, "modle is no setting" in ran.complaint)
+
+
+def test_a_chat_that_is_all_there_has_no_reason(place, tmp_path):
+    """The question behind the document is not something that could have been published."""
+    origin = tmp_path / "origin"
+    place.run("publish", place.document, "--model", place.model, "--origin", origin, "--chat")
+    assert place.reading("ask", "--chat", origin=origin).json["report"]["reason"] is None

@@ -108,6 +108,22 @@ def raw_digests(loaded, store, token_ids):
     return opened
 
 
+@pytest.mark.parametrize("lost", [0, 2])
+def test_blocks_lost_under_a_manifest_are_made_again(loaded, token_ids, lost):
+    """A second run does not call a document published that nobody can read."""
+    store, key = MemoryStore(), SigningKey.generate()
+    Publisher(loaded, store, key).publish(token_ids)
+    name = PrefixNames.of(loaded.identity, Namespace.public(), token_ids).blocks[lost]
+    store.delete(block_key(loaded.identity.tag, name.address))
+    result = Publisher(loaded, store, key).publish(token_ids)
+    assert "repaired" == result.status
+    manifest_name = next(info.key for info in store.list("v1/") if "/manifests/" in info.key)
+    manifest = open_manifest(store.read(manifest_name), "manifest")
+    blocks = [block_key(loaded.identity.tag, block.address) for block in manifest.blocks]
+    assert [len(store.read(block)) for block in blocks] == [block.size for block in manifest.blocks]
+    assert "exists" == Publisher(loaded, store, key).publish(token_ids).status
+
+
 def test_a_longer_document_shares_the_blocks_of_its_beginning(loaded, token_ids):
     """Shared prefixes are shared objects, computed once."""
     store, key = MemoryStore(), SigningKey.generate()

@@ -50,7 +50,9 @@ def inspect_object(
     if data.startswith(MANIFEST_MAGIC):
         if total > MAX_MANIFEST_BYTES:
             raise CorruptError(f"{where}: {total} bytes are more than a manifest can have")
-        described = _describe_manifest(open_manifest(data, where), trusted)
+        manifest = open_manifest(data, where)
+        described = _describe_manifest(manifest, trusted)
+        described["block_addresses"] = [str(block.address) for block in manifest.blocks]
     else:
         described = _describe_block(open_header(data, where), total, trusted)
     if as_json:
@@ -164,7 +166,7 @@ def _shown(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(map(str, value))
+        return ", ".join(str(item)[:_SHORT] for item in value)
     return f"{value:,}" if isinstance(value, int) else str(value) or "-"
 
 

@@ -10,7 +10,9 @@ import typer
 from kvcdn import __version__
 from kvcdn.cli import ask, bench, demo, edge, inspect, keygen, publish, verify
 from kvcdn.cli.output import print_error
-from kvcdn.errors import KvcdnError
+from kvcdn.errors import KvcdnError, UsageError
+
+_EXTRA_MODULES = frozenset(("torch", "transformers", "numpy", "blosc2", "safetensors", "huggingface_hub", "gguf", "jinja2"))
 
 app = typer.Typer(
     name="kvcdn",
@@ -47,6 +49,17 @@ def run() -> None:
     """Runs the command line and ends the process; usage and interrupts are typer's, the other exit codes ours."""
     try:
         app()
-    except KvcdnError as error:
+    except (KvcdnError, ModuleNotFoundError) as raised:
+        error = raised if isinstance(raised, KvcdnError) else _missing_extra(raised)
         print_error(error, as_json="--json" in sys.argv)
         sys.exit(error.exit_code)
+
+
+def _missing_extra(error: ModuleNotFoundError) -> KvcdnError:
+    """The bare install runs an edge; what loads models needs an extra. Raises `error` itself where that is not the cause."""
+    if error.name is None or error.name.partition(".")[0] not in _EXTRA_MODULES:
+        raise error
+    return UsageError(
+        f"this command needs the package {error.name}, which is not installed",
+        hint="pip install 'kvcdn[origin]' to publish, 'kvcdn[client]' to ask and verify, 'kvcdn[demo]' for the demo",
+    )

@@ -34,7 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def open_origin(origin: str | None, endpoint: str | None) -> BlobStore:
-    """The store that --origin names, by default the user's own folder."""
+    """The store that --origin names, by default the user's own folder. Reads and writes, but for http(s)."""
     from kvcdn.stores import open_store  # noqa: PLC0415 - see kvcdn.cli
 
     return open_store(origin or str(data_dir() / "origin"), endpoint=endpoint)

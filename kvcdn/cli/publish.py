@@ -13,9 +13,7 @@ import typer
 from kvcdn.cli.options import (
     AsJson,
     Chat,
-    Device,
     Endpoint,
-    Model,
     NamespaceName,
     Origin,
     TrustFile,
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from kvcdn.keys import Namespace
     from kvcdn.model.load import LoadedModel
     from kvcdn.origin.publish import Publisher, PublishProgress, PublishResult
+    from kvcdn.origin.settings import PublisherSettings
     from kvcdn.origin.sources import Document
 
 _SECONDS_PER_DAY = 86400
@@ -37,16 +36,19 @@ _SECONDS_PER_DAY = 86400
 
 def publish(
     source: Annotated[str, typer.Argument(help="A text file, a folder of them, an http(s) URL, or - for standard input.")],
-    model: Model,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Checkpoint folder, hub id, or alias.")] = None,
     origin: Origin = None,
     endpoint: Endpoint = None,
+    config: Annotated[Path | None, typer.Option(help="Settings file; infra/origin.toml is a commented sample.")] = None,
     precision: Annotated[Literal["native"], typer.Option(help="How KV values are kept; native is bit-exact.")] = "native",  # noqa: ARG001 - one value so far
     namespace: NamespaceName = None,
-    label: Annotated[str, typer.Option(help="Public words to find the document by; nothing of it is public otherwise.")] = "",
+    label: Annotated[
+        str | None, typer.Option(help="Public words to find the document by; else nothing of it is public.")
+    ] = None,
     days: Annotated[int | None, typer.Option(min=1, help="Days after which the document may be forgotten.")] = None,
     key: Annotated[Path | None, typer.Option(help="Signing key (PEM) to use in place of yours.")] = None,
     trust: TrustFile = None,
-    device: Device = "cpu",
+    device: Annotated[str | None, typer.Option(help="Where the model runs: cpu (the default), cuda, cuda:1.")] = None,
     *,
     chat: Chat = False,
     dry_run: Annotated[
@@ -56,21 +58,25 @@ def publish(
 ) -> None:
     """Prefill a document with a model and store its KV cache, signed and encrypted, at an origin.
 
+    Options override the settings file and KVCDN_PUBLISHER_* variables.
     Where the same has been published already, nothing is done; an interrupted run is taken up where it ended.
     """
     from kvcdn.keyring import load_namespace  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.settings import load_settings  # noqa: PLC0415
     from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415
 
+    options = {"model": model, "origin": origin, "endpoint": endpoint, "namespace": namespace, "label": label, "days": days}
+    settings = load_settings(config, {**options, "key_file": key, "trust_file": trust, "device": device})
     sources = list_documents(source)
     # The first document is read before anything slow happens.
     first = _readable(sources[0], read_document, only=len(sources) == 1)
-    space = load_namespace(namespace)
+    space = load_namespace(settings.namespace)
     if dry_run:
-        handle = _estimator(_load(model, device), space, chat=chat, as_json=as_json)
+        handle = _estimator(_load(settings), space, chat=chat, as_json=as_json)
     else:
-        publisher = _publisher(_load(model, device), origin, endpoint, space, key, trust)
-        expires = int(time.time()) + days * _SECONDS_PER_DAY if days else None
-        handle = _publishing(publisher, label, expires, chat=chat, as_json=as_json)
+        publisher = _publisher(_load(settings), settings, space)
+        expires = int(time.time()) + settings.days * _SECONDS_PER_DAY if settings.days else None
+        handle = _publishing(publisher, settings.label, expires, chat=chat, as_json=as_json)
     failures = []
     for name in sources:
         try:
@@ -95,28 +101,27 @@ def _readable(name: str, read: Callable[[str], Document], *, only: bool) -> Docu
         return None
 
 
-def _load(model: str, device: str) -> LoadedModel:
+def _load(settings: PublisherSettings) -> LoadedModel:
     quiet_libraries()
     from kvcdn.model.load import load_model  # noqa: PLC0415 - see kvcdn.cli
 
-    return load_model(model, device)
+    return load_model(settings.model, settings.device)
 
 
-def _publisher(
-    loaded: LoadedModel, origin: str | None, endpoint: str | None, space: Namespace, key: Path | None, trust: Path | None
-) -> Publisher:
+def _publisher(loaded: LoadedModel, settings: PublisherSettings, space: Namespace) -> Publisher:
     from kvcdn.keyring import load_or_create_signing_key, load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.origin.publish import Publisher  # noqa: PLC0415
 
-    if key is not None:
-        signer = load_signing_key(key)
+    if settings.key_file is not None:
+        signer = load_signing_key(settings.key_file)
     else:
         signer, new = load_or_create_signing_key(signing_key_path())
         if new:
             note(
                 f"made your signing key {signing_key_path()}; readers trust it with: kvcdn keygen --trust {signer.public.text}"
             )
-    return Publisher(loaded, open_origin(origin, endpoint), signer, namespace=space, trust=trust_list(trust))
+    store = open_origin(settings.origin, settings.endpoint)
+    return Publisher(loaded, store, signer, namespace=space, trust=trust_list(settings.trust_file))
 
 
 def _publishing(
@@ -200,7 +205,7 @@ def _print_result(name: str, result: PublishResult) -> None:
         did = "published already, nothing to do"
     else:
         loaded = f", {result.tokens_loaded:,} tokens were there already" if result.tokens_loaded else ""
-        did = f"published in {result.seconds:.1f} s at {result.tokens_per_second or 0:,.0f} tokens/s{loaded}"
+        did = f"{result.status} in {result.seconds:.1f} s at {result.tokens_per_second or 0:,.0f} tokens/s{loaded}"
     print_pairs(
         [
             ("document", f"{name}: {did}"),
