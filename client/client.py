@@ -171,8 +171,12 @@ class Client:
         attempt = self._start(prompt, started)
         clock = FirstTokenClock()
         options = {**options, "stopping_criteria": [*options.get("stopping_criteria", ()), clock]}
-        with torch.inference_mode():
-            output = self._run(attempt, clock, options)
+        try:
+            with torch.inference_mode():
+                output = self._run(attempt, clock, options)
+        finally:
+            if attempt.fetch is not None:
+                attempt.fetch.close()
         attempt.report.seconds["first_token"] = clock.at - started
         attempt.report.seconds["total"] = time.perf_counter() - started
         new = tuple(int(token) for token in output[0, len(prompt.token_ids) :])

@@ -19,7 +19,7 @@ import torch
 from kvcdn.block import BlockHeader, open_header, open_segment
 from kvcdn.client.transport import ObjectReader, Source
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
-from kvcdn.errors import KvcdnError, UnavailableError
+from kvcdn.errors import CorruptError, KvcdnError, UnavailableError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.model.cache import TokenMajorLayer
 from kvcdn.model.prefill import tensor_bytes
@@ -161,6 +161,8 @@ class PrefixFetch:
                 asked = time.perf_counter()
                 stored = reader.read_exact(header.segments[layer].length)
                 self._blocked += time.perf_counter() - asked
+                if layer == len(self._ready) - 1 and not reader.at_end():
+                    raise CorruptError(f"block {name.address}: trailing bytes behind the last segment")
                 self._decode(name, header, keys, layer, stored, scratch)
                 self._deliver(name, layer, len(stored))
                 yield

@@ -44,6 +44,9 @@ class ObjectReader(Protocol):
     def read_exact(self, count: int) -> memoryview:
         """The next `count` bytes; valid until the next call. Raises CorruptError where the object ends before."""
 
+    def at_end(self) -> bool:
+        """False where more bytes are known to follow."""
+
     def close(self) -> None:
         """Lets go of what the reader holds; may be called twice."""
 
@@ -260,6 +263,11 @@ class Exchange:
     def header(self, name: str) -> str:
         return self._answer().getheader(name, "")
 
+    @property
+    def body_left(self) -> int:
+        """Bytes of the body that were announced and not read; 0 where the length was not announced."""
+        return self._answer().length or 0
+
     def require(self, status: int, what: str) -> None:
         """Raises NotFoundError or UnavailableError unless the answer has `status`."""
         if self.status == status:
@@ -292,9 +300,8 @@ class Exchange:
             count = self.read_into(view)
         if count > limit:
             raise CorruptError(f"{self._edge.url} sends more than {limit} bytes for {self._request[1]}")
-        left = self._answer().length
-        if left:
-            raise UnavailableError(f"{self._edge.url} ended its answer {left} bytes early")
+        if self.body_left:
+            raise UnavailableError(f"{self._edge.url} ended its answer {self.body_left} bytes early")
         return bytes(buffer[:count])
 
     def _length(self, limit: int) -> int:
@@ -340,6 +347,9 @@ class _StreamReader:
             raise UnavailableError(f"{self._key} ended early: the edge or the link broke off")
         return view
 
+    def at_end(self) -> bool:
+        return self._exchange.body_left == 0
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -365,6 +375,9 @@ class _RangedReader:
                 raise CorruptError(f"{self._key} is truncated: it ends before its header says")
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
         return taken
+
+    def at_end(self) -> bool:
+        return not self._buffer
 
     def close(self) -> None:
         self._buffer = memoryview(b"")

@@ -151,6 +151,22 @@ def test_a_flipped_bit_anywhere_is_a_miss_with_the_blocks_before_it_kept(publish
     assert 1024 * block == answer.report.tokens_reused
 
 
+@pytest.mark.parametrize("way", ["store", "edge"])
+@pytest.mark.parametrize(
+    "change", [lambda data: data + b"x", lambda data: data[:-1], lambda data: data[:100], lambda data: b""]
+)
+def test_an_object_of_the_wrong_length_is_a_miss(published, change, way):
+    """Trailing bytes and truncation, from a store and over HTTP."""
+    changed = MemoryStore()
+    for info in published.store.list("v1/"):
+        changed.create(info.key, [change(published.store.read(info.key))])
+    with running_web(changed) as web, published.client(StoreSource(changed) if way == "store" else web.url) as client:
+        answer = client.ask(published.text, QUESTION, **GREEDY)
+        assert alone(published, client.question(published.text, QUESTION)) == answer.token_ids
+    assert answer.report.reason in (MissReason.CORRUPT, MissReason.UNAVAILABLE)
+    assert 0 == answer.report.tokens_reused
+
+
 def test_an_untrusted_publisher_is_a_miss(published):
     """A valid signature of somebody unknown steers nothing."""
     with published.client(trust=TrustList({})) as client:
