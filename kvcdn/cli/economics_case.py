@@ -72,6 +72,7 @@ def _case(book: PriceBook, given: dict[str, Any]) -> Case:
         hit_ratio=given["hit_ratio"],
         retrain_days=given["retrain_days"],
         open_bytes_per_s=given["open_rate"],
+        request_bytes=given["request_bytes"],
         gpu_waits=given["gpu_waits"],
     )
 

@@ -71,14 +71,14 @@ def speedups(case: Case) -> list[list[float]]:
 
 
 def _hit_s(case: Case, bytes_per_s: float) -> float:
-    return case.overhead_s + max(case.stored_bytes / bytes_per_s, case.open_s) + case.question_s
+    return case.overhead_s + max(case.stored_bytes / bytes_per_s, case.open_s, case.turns_s) + case.question_s
 
 
 def savings(case: Case) -> list[list[float]]:
     """Prefilling's price of a read over reuse's, by price of a GB and length; requests and the question's compute included."""
     rows = []
     lengths = [replace(case, tokens=tokens) for tokens in _LENGTHS]
-    fixed = [at.question_s * at.speed.usd_per_s + (at.blocks + 1) * at.store.read_usd_per_1000 / 1000 for at in lengths]
+    fixed = [at.question_s * at.speed.usd_per_s + (at.ranges + 1) * at.store.read_usd_per_1000 / 1000 for at in lengths]
     for price in _EGRESS:
         reuse = [base + at.stored_bytes / GB * price for base, at in zip(fixed, lengths, strict=True)]
         rows.append([per_read_without(at)["gpu"] / usd for at, usd in zip(lengths, reuse, strict=True)])

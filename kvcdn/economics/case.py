@@ -27,6 +27,15 @@ OPEN_BYTES_PER_S = 2.4e9
 ROUND_TRIPS = 4
 """Before the first byte of KV: TCP, TLS, the match, the block."""
 
+REQUEST_BYTES = 1 << 20
+"""What a reader asks a store for at once (RANGE_BYTES in client/transport.py); of an edge too, for long documents."""
+
+STREAMED_BLOCKS = 16
+"""Up to so many blocks an edge streams whole, one request each (client/fetch.py)."""
+
+CONNECTIONS = 8
+"""Requests under way at once: a reader's threads (client/fetch.py). Each waits a round trip for its next piece."""
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -95,6 +104,8 @@ class Case:
     """A new version of the model every so many days: everything is published anew."""
     open_bytes_per_s: float = OPEN_BYTES_PER_S
     round_trips: int = ROUND_TRIPS
+    request_bytes: float = REQUEST_BYTES
+    """That a reader asks a store for at once; a block's size or more: by whole blocks."""
     gpu_waits: bool = False
     """Whether the reader's device stands idle, paid, while the cache arrives. A busy server does not; a lone job does."""
 
@@ -105,6 +116,7 @@ class Case:
         number("--days", self.days, above=0, most=1e5)
         number("--hit-ratio", self.hit_ratio, most=1)
         number("--open-rate", self.open_bytes_per_s, above=0)
+        number("--request-bytes", self.request_bytes, least=1)
         number("--gpu-hour", self.speed.usd_per_hour)
         if self.retrain_days is not None:
             number("--retrain-days", self.retrain_days, above=0, most=1e5)
@@ -127,6 +139,17 @@ class Case:
         affordable = max(int(BLOCK_RAW_BYTES * self.tokens / self.raw_bytes), 1)
         length = min(max(1 << (affordable.bit_length() - 1), MIN_BLOCK_TOKENS), MAX_BLOCK_TOKENS)
         return math.ceil(self.tokens / length)
+
+    @cached_property
+    def ranges(self) -> int:
+        """Requests for all blocks, read in pieces of `request_bytes`."""
+        return self.blocks * math.ceil(self.stored_bytes / self.blocks / self.request_bytes)
+
+    @property
+    def turns_s(self) -> float:
+        """Round trips that a connection spends waiting, one for each of its requests in turn."""
+        requests = self.blocks if self.blocks <= STREAMED_BLOCKS else self.ranges
+        return math.ceil(requests / CONNECTIONS) * self.link.round_trip_s
 
     @property
     def publications(self) -> int:
@@ -162,8 +185,8 @@ class Case:
 
     @property
     def fetch_s(self) -> float:
-        """Round trips, then the slower of the link and of opening what arrives."""
-        return self.overhead_s + max(self.stored_bytes / self.link.bytes_per_s, self.open_s)
+        """Round trips, then the slowest of the link, of opening what arrives, and of asking for it piece by piece."""
+        return self.overhead_s + max(self.stored_bytes / self.link.bytes_per_s, self.open_s, self.turns_s)
 
     @property
     def hit_s(self) -> float:
@@ -203,6 +226,9 @@ class Case:
             ("round_trip", self.link.round_trip_s, "seconds", self.link.source, ""),
             ("round_trips", self.round_trips, "before the first byte: TCP, TLS, match, block", "assumed", ""),
             ("open_rate", self.open_bytes_per_s, "raw bytes a second: verify, decrypt, decode", "assumed: 8 threads", ""),
-            ("requests_per_read", self.blocks + 1, "one for each block, one to match", "assumed", ""),
+            ("request_bytes", self.request_bytes, "bytes that one request fetches at most", "client/transport.py", ""),
+            ("connections", CONNECTIONS, "requests under way at once", "client/fetch.py", ""),
+            ("requests_per_read", self.ranges + 1, "from the store; one more to match", "computed", ""),
+            ("requests_per_fill", self.blocks + 1, "from the store by an edge: whole blocks", "computed", ""),
         ]
         return {name: {"value": v, "unit": unit, "source": source, "date": date} for name, v, unit, source, date in rows}

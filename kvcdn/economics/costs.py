@@ -39,18 +39,17 @@ def per_read_with(case: Case) -> Mapping[str, float]:
     """USD that one read costs with kvcdn, for each of WITH: delivery, requests, and the question's own compute."""
     busy = case.question_s + (case.fetch_s if case.gpu_waits else 0.0)
     compute = busy * case.speed.usd_per_s
-    origin = _origin_read(case, case.store)
-    edges = case.stored_gb * case.delivery.egress_usd_per_gb + (1 - case.hit_ratio) * origin
+    fill = _from_store(case, case.store, case.blocks)
     return {
-        "origin": compute + origin,
-        "edges": compute + edges,
-        "zero-egress": compute + _origin_read(case, case.zero_egress),
+        "origin": compute + _from_store(case, case.store, case.ranges),
+        "edges": compute + case.stored_gb * case.delivery.egress_usd_per_gb + (1 - case.hit_ratio) * fill,
+        "zero-egress": compute + _from_store(case, case.zero_egress, case.ranges),
     }
 
 
-def _origin_read(case: Case, store: Store) -> float:
-    """One whole reading of the document from `store`: traffic, a request for each block, and one to match."""
-    return case.stored_gb * store.egress_usd_per_gb + (case.blocks + 1) * store.read_usd_per_1000 / 1000
+def _from_store(case: Case, store: Store, requests: int) -> float:
+    """One whole reading of the document from `store`: traffic, `requests`, and one more to match."""
+    return case.stored_gb * store.egress_usd_per_gb + (requests + 1) * store.read_usd_per_1000 / 1000
 
 
 def store_of(case: Case, way: str) -> Store:

@@ -2,8 +2,8 @@
 
 A model costs two FLOPs a parameter and token, and attention: four FLOPs a unit of width for every pair of a token and one it
 attends to. Its KV grows with the text, up to the window in layers that have one, beside a state of fixed size in linear
-layers. FLOPs count every active parameter, embedding tables too, as the usual estimate does: for models below a
-billion parameters that is up to a quarter too many, in favour of reuse; from 8 billion on under 15 %.
+layers. FLOPs count every active parameter, mostly with embedding tables, as the usual estimate does: for models below
+a billion parameters that is up to a quarter too many, in favour of reuse; from 8 billion on under 15 %.
 """
 
 from __future__ import annotations

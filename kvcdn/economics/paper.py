@@ -6,10 +6,11 @@ laptop (0.296 s with the KV in memory against 14.71 s) for reuse. No byte is mov
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvcdn.economics.case import GB, Speed
+from kvcdn.economics.case import GB, REQUEST_BYTES, Speed
 from kvcdn.economics.devices import DEVICES, UTILISATION
 from kvcdn.economics.models import MODELS
 from kvcdn.economics.prices import DELIVERIES, STORES, TARIFFS
@@ -70,10 +71,10 @@ def raw_gb() -> float:
     return MODELS[MODEL].kv_bytes(TOKENS) / GB
 
 
-def requests() -> int:
-    """Objects read for the document, and one request to match."""
+def requests(piece: float = math.inf) -> int:
+    """Requests that read the document: whole blocks, or pieces of so many bytes; and one to match."""
     blocks = -(-TOKENS // Layout.uniform_kv(36, 8, 128, "float16").block_tokens)
-    return blocks + 1
+    return blocks * max(1, math.ceil(raw_gb() * GB / blocks / piece)) + 1
 
 
 def original() -> Row:
@@ -89,8 +90,8 @@ def h100_seconds() -> float:
     return speed.seconds(MODELS[MODEL], 0, TOKENS)
 
 
-def _delivered(gb_usd: float, request_usd_per_1000: float = 0.0) -> float:
-    return READS * (raw_gb() * gb_usd + requests() * request_usd_per_1000 / 1000)
+def _delivered(gb_usd: float, request_usd_per_1000: float = 0.0, piece: float = math.inf) -> float:
+    return READS * (raw_gb() * gb_usd + requests(piece) * request_usd_per_1000 / 1000)
 
 
 def _deliveries() -> list[tuple[str, float]]:
@@ -102,8 +103,9 @@ def _deliveries() -> list[tuple[str, float]]:
             _delivered(s3.egress_usd_per_gb, s3.read_usd_per_1000),
         ),
         (f"delivered by Bunny's volume network, ${bunny.egress_usd_per_gb}/GB", _delivered(bunny.egress_usd_per_gb)),
-        ("delivered from R2, no egress fee, requests only", _delivered(0, r2.read_usd_per_1000)),
-        ("delivered from S3 within its region, requests only", _delivered(0, near.read_usd_per_1000)),
+        ("delivered from R2 without egress fee, read in pieces of 1 MiB", _delivered(0, r2.read_usd_per_1000, REQUEST_BYTES)),
+        ("delivered from R2 without egress fee, read by whole blocks", _delivered(0, r2.read_usd_per_1000)),
+        ("delivered from S3 within its region, read by whole blocks", _delivered(0, near.read_usd_per_1000)),
         ("delivered by an edge beside the model, nothing paid", 0.0),
     ]
 
@@ -164,7 +166,13 @@ def assumptions() -> dict[str, dict[str, Any]]:
         ("reuse_s", REUSE_S, "seconds, KV in memory", SOURCE),
         ("bytes_moved", 0, "bytes: none in the published sum", SOURCE),
         ("kv_bytes", raw_gb() * GB, "bytes, float16, not compressed", MODELS[MODEL].source),
-        ("requests_per_read", requests(), "by FORMAT.md 2.4, and one to match", "kvcdn"),
+        ("requests_per_read", requests(), "whole blocks by FORMAT.md 2.4, and one to match", "computed"),
+        (
+            "requests_per_read_in_pieces",
+            requests(REQUEST_BYTES),
+            "pieces of 1 MiB, as kvcdn's client reads a store",
+            "computed",
+        ),
         ("h100_peak_flops", h100.peak_flops, "FLOPs a second", h100.source),
         ("utilisation", UTILISATION, "of the peak", "assumed"),
         ("h100_prefill_s", h100_seconds(), "seconds", "computed"),

@@ -20,6 +20,7 @@ from kvcdn.economics.prices import DELIVERIES, STORES, TARIFFS
 from kvcdn.economics.thresholds import break_even_link, cheaper_from, faster_from, simple_link
 from kvcdn.economics.verdict import bits, seconds, usd
 from kvcdn.errors import UsageError
+from kvcdn.layout import BLOCK_RAW_BYTES
 
 TOKENS = 32_768
 """Length of the document, where a table is about one length."""
@@ -79,7 +80,7 @@ def _paper() -> str:
     rows = [
         [row.changed, usd(row.reprefill_usd), usd(row.reuse_usd), f"{row.ratio:.3g} x", "yes" if row.pays else "**do not**"]
         for row in [paper.original(), *paper.corrections()]
-        if "AWS" not in row.changed and "low" not in row.changed
+        if "high" not in row.changed and "AWS" not in row.changed
     ]
     return _table(["assumed", "prefill", "reuse", "ratio", "pays"], rows)
 
@@ -133,15 +134,25 @@ def _cheaper() -> str:
         at = case(name)
         own = replace(at, delivery=DELIVERIES["own"], hit_ratio=0.99)
         near = replace(at, store=STORES["s3-in-region"])
+        whole = replace(at, request_bytes=float(BLOCK_RAW_BYTES))
         cells = [
             cheaper_from(at, "gpu", "origin"),
             cheaper_from(at, "gpu", "edges"),
             cheaper_from(own, "gpu", "edges"),
             cheaper_from(near, "gpu", "origin"),
             cheaper_from(at, "gpu", "zero-egress"),
+            cheaper_from(whole, "gpu", "zero-egress"),
         ]
         rows.append([name, *map(_count, cells)])
-    headings = ["model", "S3, internet", "Bunny volume edges, 90 % hits", "own edges, 99 % hits", "S3, same region", "R2"]
+    headings = [
+        "model",
+        "S3, internet",
+        "Bunny volume edges, 90 % hits",
+        "own edges, 99 % hits",
+        "S3, same region",
+        "R2",
+        "R2, whole blocks",
+    ]
     return _table(headings, rows)
 
 

@@ -18,10 +18,10 @@ _STEPS_PER_OCTAVE = 6
 def break_even_link(case: Case) -> float | None:
     """Bytes a second from which on fetching is no slower than prefilling; None where no link is fast enough.
 
-    Then round trips and opening alone take longer than the prefill.
+    Then round trips or opening alone take longer than the prefill.
     """
     budget = case.miss_s - case.question_s - case.overhead_s
-    if budget <= 0 or case.open_s > budget:
+    if budget <= 0 or max(case.open_s, case.turns_s) > budget:
         return None
     return case.stored_bytes / budget
 

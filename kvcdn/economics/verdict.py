@@ -45,8 +45,8 @@ def on_time(case: Case) -> Verdict:
         return Verdict(True, f"the first token comes after {hit} in place of {miss}, {case.miss_s / case.hit_s:.1f} x sooner")
     needed = break_even_link(case)
     if needed is None:
-        slow = "round trips" if case.overhead_s >= case.miss_s - case.question_s else "opening what arrives"
-        what = f"no link is fast enough, {slow} alone takes longer than the prefill"
+        slow = "opening what arrives" if case.open_s > case.turns_s + case.overhead_s else "waiting for round trips"
+        what = f"no link is fast enough, {slow} alone takes too long"
     else:
         what = f"it takes a link of {bits(needed)}"
     return Verdict(False, f"do not, for speed: fetching takes {hit} and prefilling {miss}; {what}")
