@@ -343,7 +343,7 @@ def test_memory_limits_short_passes():
 def test_a_given_rate_holds_at_its_length_and_scales_by_flops():
     """The rate is met at the length it was measured at; twice the length takes more than twice, by attention."""
     model = MODELS["llama-3.1-8b"]
-    speed = Speed.of_rate(model, 4000, 1600.0, 1.0)
+    speed = Speed.of_rate(model, 4000, 1600.0, (1.0, "test"))
     assert speed.seconds(model, 0, 4000) == pytest.approx(2.5)
     assert speed.seconds(model, 0, 8000) == pytest.approx(2.5 * model.flops(0, 8000) / model.flops(0, 4000))
 

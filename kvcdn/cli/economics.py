@@ -179,7 +179,7 @@ def _show(case: Case, *, as_json: bool) -> None:
 
 
 def _summary(case: Case, found: dict[str, Any]) -> list[tuple[str, str]]:
-    from kvcdn.economics.verdict import seconds, usd  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.economics.verdict import seconds, span, usd  # noqa: PLC0415 - see kvcdn.cli
 
     needed, best = found["break_even"]["link_bytes_per_s"], _best(found)
     months, cadence = best["storage_months_that_eat_the_saving"], best["shortest_retrain_days"]
@@ -194,13 +194,18 @@ def _summary(case: Case, found: dict[str, Any]) -> list[tuple[str, str]]:
         ("prefill", f"{case.tokens / case.prefill_s:,.0f} tokens/s, {case.speed.source}, {usd(case.speed.usd_per_hour)}/h"),
         ("link", f"{shown_link(case.link.bytes_per_s)}, {seconds(case.link.round_trip_s)} a round trip"),
         ("first token", f"{seconds(case.miss_s)} by prefilling, {seconds(case.hit_s)} by fetching"),
-        ("faster from", f"{_or_never(found['break_even']['tokens_faster'])} tokens on this link"),
+        ("faster from", _or_never(found["break_even"]["tokens_faster"], "{:,} tokens on this link", "never on this link")),
         ("link needed", "none is fast enough" if needed is None else shown_link(needed)),
         (
             "storage eats it",
             f"{best['with']} against {best['without']}: " + _or_never(months, "after {:,.3g} months", "at once"),
         ),
-        ("new model", f"{best['with']} against {best['without']}: " + _or_never(cadence, "pays from every {:,.2g} days on")),
+        (
+            "new model",
+            f"{best['with']} against {best['without']}: " + "never pays"
+            if cadence is None
+            else f"pays where {span(cadence)} or more apart",
+        ),
     ]
 
 

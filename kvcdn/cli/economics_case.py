@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcdn.cli.output import size
-from kvcdn.economics.case import LONGEST_TOKENS, Case, Speed
+from kvcdn.economics.case import LONGEST_TOKENS, Case, Speed, hourly
 from kvcdn.economics.checks import known, number, whole
 from kvcdn.economics.config import model_from_config
 from kvcdn.economics.devices import Link
@@ -83,7 +83,7 @@ def _own(given: dict[str, Any], **fields: str) -> dict[str, Any]:
     for option, field in fields.items():
         if given[option] is not None:
             own[field] = number("--" + option.replace("_", "-"), given[option])
-    return {**own, "source": "preset, and given: " + ", ".join(own)} if own else {}
+    return {**own, "source": f"as the preset but for what was given: {', '.join(own)}"} if own else {}
 
 
 def _model(book: PriceBook, given: dict[str, Any], measured: dict[str, float] | None) -> Model:
@@ -115,17 +115,19 @@ def _model(book: PriceBook, given: dict[str, Any], measured: dict[str, float] | 
 
 
 def _speed(book: PriceBook, model: Model, given: dict[str, Any], measured: dict[str, float] | None) -> Speed:
-
     device = known("device", given["device"], book.devices)
     count = given["devices"] if given["devices"] is not None else device.count_for(model)
     whole("--devices", count, least=1, most=_MOST_DEVICES)
-    hour = device.usd_per_hour if given["gpu_hour"] is None else number("--gpu-hour", given["gpu_hour"])
+    if given["gpu_hour"] is not None:
+        number("--gpu-hour", given["gpu_hour"])
+    hour, paid = hourly(device, given["gpu_hour"])
+    price = (hour * count, f"{count} x {device.name}: {paid}")
     if given["prefill_rate"] is not None:
-        return Speed.of_rate(model, given["tokens"], given["prefill_rate"], hour * count)
+        return Speed.of_rate(model, given["tokens"], given["prefill_rate"], price)
     if measured:
         source = f"measured: {given['measured']}"
-        return Speed.of_rate(model, int(measured["tokens"]), measured["tokens_per_s"], hour * count, source)
-    return Speed.of_device(device, count, given["utilisation"], hour)
+        return Speed.of_rate(model, int(measured["tokens"]), measured["tokens_per_s"], price, source)
+    return Speed.of_device(device, count, given["utilisation"], given["gpu_hour"])
 
 
 def _link(book: PriceBook, text: str, round_trip: float | None) -> Link:

@@ -48,22 +48,27 @@ class Speed:
     tokens_per_s: float | None = None
     """A constant rate, where FLOPs are not known."""
     source: str = "given"
+    price_source: str = "given"
 
     @classmethod
-    def of_device(cls, device: Device, count: int, utilisation: float, usd_per_hour: float) -> Speed:
-        """`count` devices that share every pass evenly, at `usd_per_hour` each."""
+    def of_device(cls, device: Device, count: int, utilisation: float, usd_per_hour: float | None = None) -> Speed:
+        """`count` devices that share every pass evenly, at `usd_per_hour` each, or at the device's own price."""
         memory = device.memory_bytes_per_s * count if device.memory_bytes_per_s else None
         flops = device.sustained_flops(utilisation) * count
         shown = device.source if device.measured else f"{device.source}, at {utilisation:.0%} of the peak"
-        return cls(usd_per_hour * count, flops, memory, None, f"{count} x {device.name}: {shown}")
+        hour, paid = hourly(device, usd_per_hour)
+        return cls(hour * count, flops, memory, None, f"{count} x {device.name}: {shown}", paid)
 
     @classmethod
-    def of_rate(cls, model: Model, tokens: int, tokens_per_s: float, usd_per_hour: float, source: str = "given") -> Speed:
-        """A prefill rate at a length of `tokens`; other lengths are scaled by FLOPs where the model's are known."""
+    def of_rate(cls, model: Model, tokens: int, tokens_per_s: float, price: tuple[float, str], source: str = "given") -> Speed:
+        """A prefill rate at a length of `tokens`, at a price an hour with its source.
+
+        Other lengths are scaled by FLOPs where the model's are known.
+        """
         number("--prefill-rate", tokens_per_s, above=0)
         if not model.active:
-            return cls(usd_per_hour, tokens_per_s=tokens_per_s, source=source)
-        return cls(usd_per_hour, model.flops(0, tokens) * tokens_per_s / tokens, source=source)
+            return cls(price[0], tokens_per_s=tokens_per_s, source=source, price_source=price[1])
+        return cls(price[0], model.flops(0, tokens) * tokens_per_s / tokens, source=source, price_source=price[1])
 
     def seconds(self, model: Model, start: int, end: int) -> float:
         """A forward pass over the tokens from `start` to `end`, given those before."""
@@ -77,6 +82,11 @@ class Speed:
     @property
     def usd_per_s(self) -> float:
         return self.usd_per_hour / 3600
+
+
+def hourly(device: Device, usd_per_hour: float | None) -> tuple[float, str]:
+    """The price of an hour of one device, given or its own, and where that is from."""
+    return (device.usd_per_hour, f"{device.price_source}, {device.date}") if usd_per_hour is None else (usd_per_hour, "given")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +221,7 @@ class Case:
             ("flops", speed.flops_per_s, "FLOPs a second, sustained", speed.source, ""),
             ("memory_bandwidth", speed.memory_bytes_per_s, "bytes a second", speed.source, ""),
             ("prefill_rate", speed.tokens_per_s, "tokens a second, at any length", speed.source, ""),
-            ("gpu_hour_usd", speed.usd_per_hour, "USD an hour, all devices", speed.source, ""),
+            ("gpu_hour_usd", speed.usd_per_hour, "USD an hour, all devices", speed.price_source, ""),
             ("gpu_waits", self.gpu_waits, "whether a fetch occupies the device", "given", ""),
             ("storage_usd_per_gb_month", store.storage_usd_per_gb_month, "USD", store.source, store.date),
             ("read_usd_per_1000", store.read_usd_per_1000, "USD", store.source, store.date),

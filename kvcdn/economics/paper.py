@@ -86,7 +86,7 @@ def original() -> Row:
 def h100_seconds() -> float:
     """Prefill of the document on one H100, at the assumed utilisation."""
     device = DEVICES["h100"]
-    speed = Speed.of_device(device, 1, UTILISATION, device.usd_per_hour)
+    speed = Speed.of_device(device, 1, UTILISATION)
     return speed.seconds(MODELS[MODEL], 0, TOKENS)
 
 

@@ -18,7 +18,7 @@ from kvcdn.economics.models import MODELS
 from kvcdn.economics.precisions import PRECISIONS
 from kvcdn.economics.prices import DELIVERIES, STORES, TARIFFS
 from kvcdn.economics.thresholds import break_even_link, cheaper_from, faster_from, simple_link
-from kvcdn.economics.verdict import bits, seconds, usd
+from kvcdn.economics.verdict import bits, seconds, span, usd
 from kvcdn.errors import UsageError
 from kvcdn.layout import BLOCK_RAW_BYTES
 
@@ -51,7 +51,7 @@ _SMALL = ("smollm2-135m", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "g
 def case(model: str, device: str = "h100", link: str = "region", *, precision: str = "bf16", tokens: int = TOKENS) -> Case:
     """The case of one cell: presets, as few devices as hold the weights, and the defaults of `Case` else."""
     unit = DEVICES[device]
-    speed = Speed.of_device(unit, unit.count_for(MODELS[model]), UTILISATION, unit.usd_per_hour)
+    speed = Speed.of_device(unit, unit.count_for(MODELS[model]), UTILISATION)
     return Case(
         model=MODELS[model],
         precision=PRECISIONS[precision],
@@ -191,15 +191,8 @@ def _cadence() -> str:
     for name in _MODELS:
         at = replace(case(name), days=1.0)
         found = [shortest_cadence_days(replace(at, reads=reads), "gpu", "zero-egress") for reads in daily]
-        rows.append([name, *("**never**" if days is None else _days(days) for days in found)])
+        rows.append([name, *("**never**" if days is None else span(days) for days in found)])
     return _table(["model", *(f"{reads:g} reads a day" for reads in daily)], rows)
-
-
-def _days(days: float) -> str:
-    """A span for people: days, hours or minutes."""
-    if days >= 1:
-        return f"{days:.3g} days"
-    return f"{days * 24:.2g} hours" if days * 24 >= 1 else f"{days * 24 * 60:.2g} min"
 
 
 def _precision() -> str:

@@ -155,6 +155,13 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"  # noqa: PLR2004
 
 
+def span(days: float) -> str:
+    """A time between versions for people: days, hours or minutes."""
+    if days >= 1:
+        return f"{days:,.3g} days"
+    return f"{days * 24:.2g} hours" if days * 24 >= 1 else f"{days * 24 * 60:.2g} min"
+
+
 def bits(bytes_per_s: float) -> str:
     """A link speed in the unit links are sold by."""
     size, unit = bytes_per_s * 8 / 1e6, "Mbit/s"
