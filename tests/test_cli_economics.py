@@ -204,6 +204,24 @@ def test_a_config_folder_is_a_model(tmp_path):
         assert 2 == kvcdn("economics", "--model", folder).code
 
 
+def test_a_hub_id_is_a_model(tmp_path, monkeypatch):
+    """One that has an alias is known; of another, the hub's cache may hold the configuration; nothing is downloaded."""
+    assert "qwen3-8b" == economics("--model", "Qwen/Qwen3-8B")["model"]
+    pytest.importorskip("huggingface_hub")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    refused = kvcdn("economics", "--model", "someone/something")
+    assert (2, True) == (refused.code, "hf download someone/something config.json" in refused.complaint)
+    snapshot = tmp_path / "models--someone--something" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--someone--something" / "refs").mkdir()
+    (tmp_path / "models--someone--something" / "refs" / "main").write_text("0" * 40)
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    assert 2 * 2 * 64 * 2 * 3774 == economics("--model", "someone/something")["sizes"]["raw_bytes"]
+
+
 def test_kv_size_alone_is_a_model_with_a_rate():
     """Nothing known but bytes and a rate: prefill is linear, and so is everything else."""
     found = economics("--kv-bytes-per-token", "100000", "--prefill-rate", "500", "--tokens", "1000")

@@ -20,7 +20,7 @@ def economics(
     ctx: typer.Context,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="A known model, or a folder with its config.json.", show_default="qwen3-4b"),
+        typer.Option("--model", "-m", help="A known model, a hub id, or a folder with a config.json.", show_default="qwen3-4b"),
     ] = None,
     kv_bytes_per_token: Annotated[
         float | None,

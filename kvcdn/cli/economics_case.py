@@ -18,6 +18,7 @@ from kvcdn.economics.precisions import PRECISIONS, Precision
 from kvcdn.economics.pricebook import PriceBook
 from kvcdn.economics.verdict import rounded
 from kvcdn.errors import NotFoundError, UsageError
+from kvcdn.model.checkpoint import HUB_ALIASES
 
 _FILE_BYTES = 1 << 20
 """A config, a price file or a measurement is a few kilobytes."""
@@ -38,7 +39,7 @@ def case_of(given: dict[str, Any]) -> Case:
 
 
 def _case(book: PriceBook, given: dict[str, Any]) -> Case:
-    number("--utilisation", given["utilisation"], above=0, most=1)
+    number("--utilisation", given["utilisation"], positive=True, most=1)
     whole("--tokens", given["tokens"], least=1, most=LONGEST_TOKENS)
     measured = _measured(given["measured"])
     precision = known("precision", given["precision"], PRECISIONS)
@@ -89,9 +90,9 @@ def _own(given: dict[str, Any], **fields: str) -> dict[str, Any]:
 def _model(book: PriceBook, given: dict[str, Any], measured: dict[str, float] | None) -> Model:
     name, per_token, parameters = given["model"], given["kv_bytes_per_token"], given["parameters"]
     if per_token is not None:
-        number("--kv-bytes-per-token", per_token, above=0, most=1e12)
+        number("--kv-bytes-per-token", per_token, positive=True, most=1e12)
     if parameters is not None:
-        number("--parameters", parameters, above=0, most=1e16)
+        number("--parameters", parameters, positive=True, most=1e16)
     if name is None and per_token is None and measured:
         per_token = measured["bytes_per_token"]
     if name is None and per_token is not None:
@@ -101,17 +102,36 @@ def _model(book: PriceBook, given: dict[str, Any], measured: dict[str, float] | 
                 hint="add --parameters, --prefill-rate, or --model for the rest of a known model",
             )
         return plain("yours", per_token, parameters or 0.0, "given")
-    folder = Path(name or "qwen3-4b").expanduser()
-    if folder.is_dir():
-        model = model_from_config(_json(folder / "config.json"), folder.resolve().name)
-    else:
-        model = known("model", name or "qwen3-4b", book.models)
+    model = _named(book, name or "qwen3-4b")
     if per_token is not None:
         width = sum(group.layers * group.width for group in model.attention)
         model = replace(model, attention=(Attention(1, per_token, width),), state_bytes=0.0, source=f"{model.source}; KV given")
     if parameters is not None:
         model = replace(model, active=parameters, parameters=max(parameters, model.parameters), source=f"{model.source}; given")
     return model
+
+
+def _named(book: PriceBook, name: str) -> Model:
+    """A known model, by its name or its hub id; a folder's config.json; or one that the hub's cache on this machine holds."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return model_from_config(_json(folder / "config.json"), folder.resolve().name)
+    name = next((alias for alias, hub_id in HUB_ALIASES.items() if hub_id == name), name)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return known("model", name, book.models)
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import, needed for hub ids only
+    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        cached = None
+    if not isinstance(cached, str):
+        raise UsageError(
+            f"no model {name!r} is known, and the hub's cache on this machine holds no config.json of it",
+            hint=f"hf download {name} config.json, or give a folder or a known name: {', '.join(sorted(book.models))}",
+        )
+    return model_from_config(_json(Path(cached)), name)
 
 
 def _speed(book: PriceBook, model: Model, given: dict[str, Any], measured: dict[str, float] | None) -> Speed:
@@ -150,7 +170,7 @@ def _measured(path: Path | None) -> dict[str, float] | None:
     names = ("tokens", "measured_tokens", "tokens_per_second", "bytes_per_token", "ratio", "raw_bytes", "wire_bytes")
     kept = {name: values[name] for name in (*names, "prefill_ttft_s") if type(values.get(name)) in (int, float)}
     for name, value in kept.items():
-        number(f"{path}: {name}", value, above=0)
+        number(f"{path}: {name}", value, positive=True)
     if {"measured_tokens", "tokens_per_second", "bytes_per_token", "ratio"} <= set(kept):
         return {
             "tokens": kept["measured_tokens"],

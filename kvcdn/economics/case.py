@@ -17,6 +17,9 @@ from kvcdn.layout import BLOCK_RAW_BYTES, MAX_BLOCK_TOKENS, MIN_BLOCK_TOKENS
 LONGEST_TOKENS = 1 << 24
 """The last position that FORMAT.md 4.1 lets a block start at."""
 
+MOST_READS = 1e15
+"""More than all people could ask in a lifetime."""
+
 DAYS_PER_MONTH = 365 / 12
 
 GB = 1e9
@@ -65,7 +68,7 @@ class Speed:
 
         Other lengths are scaled by FLOPs where the model's are known.
         """
-        number("--prefill-rate", tokens_per_s, above=0)
+        number("--prefill-rate", tokens_per_s, positive=True)
         if not model.active:
             return cls(price[0], tokens_per_s=tokens_per_s, source=source, price_source=price[1])
         return cls(price[0], model.flops(0, tokens) * tokens_per_s / tokens, source=source, price_source=price[1])
@@ -122,14 +125,14 @@ class Case:
     def __post_init__(self) -> None:
         whole("--tokens", self.tokens, least=1, most=LONGEST_TOKENS)
         whole("--question-tokens", self.question_tokens, least=1, most=LONGEST_TOKENS)
-        number("--reads", self.reads, above=0, most=1e15)
-        number("--days", self.days, above=0, most=1e5)
+        number("--reads", self.reads, positive=True, most=MOST_READS)
+        number("--days", self.days, positive=True, most=1e5)
         number("--hit-ratio", self.hit_ratio, most=1)
-        number("--open-rate", self.open_bytes_per_s, above=0)
+        number("--open-rate", self.open_bytes_per_s, positive=True)
         number("--request-bytes", self.request_bytes, least=1)
         number("--gpu-hour", self.speed.usd_per_hour)
         if self.retrain_days is not None:
-            number("--retrain-days", self.retrain_days, above=0, most=1e5)
+            number("--retrain-days", self.retrain_days, positive=True, most=1e5)
 
     @cached_property
     def raw_bytes(self) -> float:

@@ -14,11 +14,14 @@ LARGEST = 1e18
 """No real number of reads, tokens, bytes a second or dollars comes near; sums and products of such stay finite."""
 
 
-def number(name: str, value: float, *, above: float | None = None, least: float = 0.0, most: float = LARGEST) -> float:
-    """`value`, finite and from `least` (or strictly above `above`) to `most`. Raises UsageError that names `name`."""
-    low = f"above {above:g}" if above is not None else f"{least:g} or more"
-    fits = math.isfinite(value) and value <= most and (value > above if above is not None else value >= least)
-    if not fits:
+SMALLEST = 1e-9
+"""Least number where one above zero is meant: quotients stay finite too."""
+
+
+def number(name: str, value: float, *, positive: bool = False, least: float = 0.0, most: float = LARGEST) -> float:
+    """`value`, finite and from `least` (or, if `positive`, from SMALLEST) to `most`. Raises UsageError that names `name`."""
+    low = "above 0" if positive else f"{least:g} or more"
+    if not (math.isfinite(value) and (SMALLEST if positive else least) <= value <= most):
         limit = "" if most == LARGEST else f" and at most {most:g}"
         raise UsageError(f"{name} must be a number {low}{limit}, not {value:g}")
     return value

@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvcdn.economics.case import DAYS_PER_MONTH, Case
+from kvcdn.economics.case import DAYS_PER_MONTH, MOST_READS, Case
+from kvcdn.economics.checks import SMALLEST
 from kvcdn.economics.prices import Store
 
 WITHOUT = ("gpu", "api", "api-cached")
@@ -101,7 +102,10 @@ class Comparison:
     def break_even_reads(self) -> int | None:
         """The fewest reads in the case's days with which nothing is lost; None where each read loses."""
         gain = self.read_without - self.read_with
-        return max(1, math.ceil((self.publish + self.storage) / gain)) if gain > 0 else None
+        if gain <= 0:
+            return None
+        needed = (self.publish + self.storage) / gain
+        return max(1, math.ceil(needed)) if math.isfinite(needed) else None
 
 
 def compare(case: Case, without: str, way: str) -> Comparison:
@@ -148,5 +152,5 @@ def shortest_cadence_days(case: Case, without: str, way: str) -> float | None:
 
 def retrained(case: Case, without: str, way: str) -> list[tuple[float, Comparison]]:
     """The comparison with a new version of the model every so many days, over a year at the case's reads a day."""
-    year = replace(case, days=365.0, reads=min(case.reads / case.days * 365, 1e15))
+    year = replace(case, days=365.0, reads=min(max(case.reads / case.days * 365, SMALLEST), MOST_READS))
     return [(float(days), compare(replace(year, retrain_days=float(days)), without, way)) for days in CADENCES]

@@ -47,7 +47,7 @@ class Device:
         number(f"{self.name}: usd_per_hour", self.usd_per_hour)
         for field in ("peak_flops", "memory_bytes_per_s", "memory_bytes"):
             if getattr(self, field) is not None:
-                number(f"{self.name}: {field}", getattr(self, field), above=0)
+                number(f"{self.name}: {field}", getattr(self, field), positive=True)
 
     def count_for(self, model: Model) -> int:
         """The fewest devices, a power of two, whose memory holds the model's weights and room to work."""
@@ -73,7 +73,7 @@ class Link:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        number("--link", self.bytes_per_s, above=0)
+        number("--link", self.bytes_per_s, positive=True)
         number("--rtt", self.round_trip_s, most=60)
 
 

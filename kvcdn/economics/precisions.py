@@ -18,7 +18,7 @@ class Precision:
     date: str = ""
 
     def __post_init__(self) -> None:
-        number("--stored-ratio", self.ratio, above=0, most=2)
+        number("--stored-ratio", self.ratio, positive=True, most=2)
 
 
 _MEASURED = "measured on SmolLM2-135M, 3,774 tokens of GPL-3; larger models are not measured"
