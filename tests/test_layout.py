@@ -92,9 +92,10 @@ def room_of(module: str) -> str:
 def test_table_has_every_room() -> None:
     """The table names the rooms that this test knows; the rules below are read from it."""
     expected = {"kvcdn", "kvcdn.stores", "kvcdn.model", "kvcdn.origin", "kvcdn.edge", "kvcdn.client", "kvcdn.cli"}
+    expected |= {"kvcdn.economics"}
     assert expected == set(rooms())
     assert {"everything"} == rooms()["kvcdn.cli"][1]
-    assert {"core"} == rooms()["kvcdn.stores"][1] == rooms()["kvcdn.model"][1]
+    assert {"core"} == rooms()["kvcdn.stores"][1] == rooms()["kvcdn.model"][1] == rooms()["kvcdn.economics"][1]
 
 
 @EACH
@@ -115,6 +116,16 @@ def test_core_needs_three_libraries(path: Path) -> None:
     outside = {module.split(".")[0] for module in imports("kvcdn", path)} - {"kvcdn", *sys.stdlib_module_names}
     assert set() == outside - {"blake3", "cryptography", *(["blosc2"] if path.name == "codec.py" else [])}
     assert set() == {module.split(".")[0] for module in imports("kvcdn", path)} & NETWORK
+
+
+@pytest.mark.parametrize("path", modules("kvcdn.economics"), ids=lambda path: path.name)
+def test_economics_only_computes(path: Path) -> None:
+    """The economics imports the standard library and the core, and nothing that reads files or talks to a network."""
+    tops = {module.split(".")[0] for module in imports("kvcdn.economics", path)}
+    assert set() == tops - {"kvcdn", *sys.stdlib_module_names}
+    assert set() == tops & {*NETWORK, "os", "io", "pathlib", "shutil", "tempfile"}
+    calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    assert "open" not in {call.func.id for call in calls if isinstance(call.func, ast.Name)}
 
 
 @pytest.mark.parametrize("path", modules("kvcdn.edge"), ids=lambda path: path.name)

@@ -107,7 +107,7 @@ def test_wheel_holds_every_module(installed: Path) -> None:
     assert {"kvcdn/__init__.py", "kvcdn/block.py"} <= packed
 
 
-@pytest.mark.parametrize("package", ["cli", "client", "edge", "model", "origin", "stores"])
+@pytest.mark.parametrize("package", ["cli", "client", "economics", "edge", "model", "origin", "stores"])
 def test_wheel_holds_every_package(installed: Path, package: str) -> None:
     """Each room is a package of the wheel."""
     assert (installed / "kvcdn" / package / "__init__.py").is_file()

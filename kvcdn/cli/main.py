@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvcdn import __version__
-from kvcdn.cli import ask, bench, demo, edge, inspect, keygen, publish, verify
+from kvcdn.cli import ask, bench, demo, economics, edge, inspect, keygen, publish, verify
 from kvcdn.cli.output import print_error
 from kvcdn.errors import KvcdnError, UsageError
 
@@ -32,6 +32,7 @@ app.command("inspect")(inspect.inspect_object)
 app.command("ls")(inspect.list_documents)
 app.command()(keygen.keygen)
 app.command()(demo.demo)
+app.command()(economics.economics)
 app.add_typer(bench.app, name="bench")
 
 
