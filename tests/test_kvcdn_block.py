@@ -20,8 +20,12 @@ from kvcdn.seal import ObjectKeys, segment_associated_data
 
 TENSOR = st.tuples(st.integers(1, 3), st.integers(1, 9), st.sampled_from(["bfloat16", "float16", "float32"]))
 
-LAYOUT = st.lists(st.tuples(TENSOR, TENSOR), min_size=1, max_size=4).map(
-    lambda layers: Layout(tuple(LayerSpec("kv", (TensorSpec("k", *k), TensorSpec("v", *v))) for k, v in layers))
+PAIR = st.tuples(TENSOR, TENSOR).map(lambda pair: (TensorSpec("k", *pair[0]), TensorSpec("v", *pair[1])))
+
+KEEPING = st.builds(LayerSpec, st.just("kv"), PAIR) | st.builds(LayerSpec, st.just("window"), PAIR, st.integers(2, 99))
+
+LAYOUT = st.tuples(KEEPING, st.lists(KEEPING | st.just(LayerSpec("none", ())), max_size=3)).map(
+    lambda layers: Layout((layers[0], *layers[1]))
 )
 
 

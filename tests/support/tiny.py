@@ -28,6 +28,15 @@ MORE_FULL_ATTENTION_KINDS = (
 )  # fmt: skip
 """More of them: mixtures of experts, one KV head for all queries, absolute positions, and latents (MLA)."""
 
+WINDOW_KINDS = (
+    "mistral-window", "qwen2-window", "ministral", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "olmo3", "exaone4",
+    "llama4_text",
+)  # fmt: skip
+"""Sliding windows in all layers or in some, shorter and longer than a block of 64 tokens; chunked attention."""
+
+SHARED_KINDS = ("gemma3n_text", "gemma4_text")
+"""Layers that reuse another layer's KV, besides windows."""
+
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -77,6 +86,42 @@ _EXTRA: dict[str, dict[str, Any]] = {
 }
 """What an architecture needs besides."""
 
+_EXTRA |= {
+    "mistral-window": {"sliding_window": 100},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    "ministral": {"sliding_window": 2},
+    "gemma2": {"sliding_window": 64},
+    "gemma3_text": {"sliding_window": 32, "num_hidden_layers": 7},
+    "gpt_oss": {**_EXPERTS, "sliding_window": 65},
+    "cohere2": {"sliding_window": 500, "num_hidden_layers": 4},
+    "olmo3": {"sliding_window": 130, "num_hidden_layers": 4},
+    "exaone4": {"sliding_window": 33, "num_hidden_layers": 4},
+    "llama4_text": {**_EXPERTS, "attention_chunk_size": 48, "num_hidden_layers": 4},
+    "gemma3n_text": {
+        "sliding_window": 32,
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [96] * 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": 800,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": None,
+    },
+    "gemma4_text": {
+        "sliding_window": 32,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "vocab_size_per_layer_input": 800,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 32,
+    },
+}
+
+_ARCHITECTURE = {"mistral-window": "mistral", "qwen2-window": "qwen2"}
+"""Kinds that are an architecture with another configuration."""
+
 _NOT_SETTABLE = {"falcon": ("head_dim",)}
 """Settings that an architecture derives and does not take."""
 
@@ -102,12 +147,12 @@ def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def tiny_checkpoint(
     folder: Path, kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **config: Any
 ) -> Path:
-    """Writes a checkpoint of the architecture `kind` into `folder` and returns it. Equal arguments give equal weights."""
+    """Writes a checkpoint of the kind `kind` into `folder` and returns it. Equal arguments give equal weights."""
     tokenizer = tiny_tokenizer(folder)
     settings = {**_SMALL, **_EXTRA.get(kind, {}), "vocab_size": len(tokenizer), **config}
     for name in _NOT_SETTABLE.get(kind, ()):
         settings.pop(name)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(_ARCHITECTURE.get(kind, kind), **settings), dtype=dtype)
     model.save_pretrained(folder)
     return folder
