@@ -44,7 +44,7 @@ class ObjectReader(Protocol):
     def read_exact(self, count: int, ahead: int = RANGE_BYTES) -> memoryview:
         """The next `count` bytes; valid until the next call. Raises CorruptError where the object ends before.
 
-        Up to `ahead` bytes from here on, gaps excluded, are going to be asked for: a hint of how much to read at once.
+        `ahead` bytes from here on will be asked for without a gap: a hint of how much to read at once.
         """
 
     def skip(self, count: int) -> int:
@@ -354,9 +354,8 @@ class _StreamReader:
         return view
 
     def skip(self, count: int) -> int:
-        left = count
-        while left:
-            left -= len(self.read_exact(min(left, RANGE_BYTES)))
+        for done in range(0, count, RANGE_BYTES):
+            self.read_exact(min(count - done, RANGE_BYTES))
         return count
 
     def at_end(self) -> bool:
@@ -390,8 +389,7 @@ class _RangedReader:
 
     def skip(self, count: int) -> int:
         received = min(count, len(self._buffer))
-        self._buffer = self._buffer[received:]
-        self._position += count - received
+        self._buffer, self._position = self._buffer[received:], self._position + count - received
         return received
 
     def at_end(self) -> bool:

@@ -124,7 +124,7 @@ def test_associated_data_is_what_the_format_says() -> None:
     """FORMAT.md 4.2: domain, NUL, address, descriptor without hashes and offset."""
     header = open_header(sound_blocks()[-1], "block")
     data = segment_associated_data(header.address, header.segments[0].descriptor)
-    assert data.startswith(b"kvcdn v1 segment\x00" + header.address + b'{"kind":"kv","layer":0,"length":')
+    assert data.startswith(b"kvcdn v1 segment\x00" + header.address + b'{"kind":"window","layer":0,"length":')
     for absent in (b"blake3", b"offset", b"raw_digest"):
         assert absent not in data
 
