@@ -260,10 +260,12 @@ class Client:
             usable = fetch.salvage()
             attempt.published = PublishedPrefix(attempt.published.blocks[:usable])
             attempt.length = min(attempt.published.tokens, attempt.length)
+        self._record(attempt)
+        if not attempt.length:
+            return None
         for layer in fetch.layers:
             layer.declare(attempt.length)
-        self._record(attempt)
-        return build_cache(self.model, fetch.layers) if attempt.length else None
+        return build_cache(self.model, fetch.layers)
 
     def _record(self, attempt: _Attempt) -> None:
         fetch, report = attempt.fetch, attempt.report
@@ -273,7 +275,7 @@ class Client:
         report.tokens_reused = attempt.length
         report.blocks_reused = len(attempt.published.blocks)
         report.bytes_fetched = fetch.bytes_fetched
-        report.bytes_raw = attempt.length * self.loaded.identity.layout.bytes_per_token
+        report.bytes_raw = self.loaded.identity.layout.needed_bytes(attempt.length)
         report.seconds["fetch"] = fetch.seconds
         speed = prefill_speed(self.loaded)
         if speed:

@@ -4,6 +4,9 @@ Worker threads each own some of the blocks. All take layer 0 of their blocks fir
 model, which reaches layer i after layer i - 1, waits as little as can be. Every piece is verified and decrypted before
 it is decoded into its place in the layer's tensors (FORMAT.md section 6). A layer is ready when all blocks have
 delivered it; a failure wakes every waiter with the error.
+
+Of a layer with a window only the blocks that reach into the window at the end of the prefix are read: what lies before
+is passed over, and a block of which nothing is read is not asked for.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ from functools import partial
 import torch
 
 from kvcdn.block import BlockHeader, open_header, open_segment
-from kvcdn.client.transport import ObjectReader, Source
+from kvcdn.client.transport import RANGE_BYTES, ObjectReader, Source
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import CorruptError, KvcdnError, UnavailableError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
-from kvcdn.model.cache import TokenMajorLayer
+from kvcdn.model.cache import make_layer
 from kvcdn.model.prefill import tensor_bytes
 from kvcdn.seal import ObjectKeys
 from kvcdn.signing import TrustList
@@ -32,6 +35,12 @@ STREAMED_BLOCKS = 16
 MAX_THREADS = 8
 """Verifying, decrypting and decoding run at some 300 MB/s of KV a thread; eight saturate most links."""
 
+SKIPPED_BYTES = 256 * 1024
+"""Raw bytes that are worth passing over: asking for a range costs a round trip, in which some 100 KB arrive at 100 Mbit/s."""
+
+_HEADER_BYTES_PER_LAYER = 640
+"""What a header has for each layer, two parts and four hashes and numbers, rounded up."""
+
 _LINK_BOUND_SHARE = 0.6
 """Threads that spend more of their time than this waiting for bytes leave the cores to the model."""
 
@@ -39,7 +48,7 @@ _LINK_BOUND_SHARE = 0.6
 class PrefixFetch:
     """Fills `layers` with the KV of `blocks` in the background. Create, hand the layers to a model, `close` when done."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by name
         self,
         source: Source,
         model: ModelIdentity,
@@ -49,8 +58,12 @@ class PrefixFetch:
         capacity: int,
         device: torch.device,
         trust: TrustList,
+        whole: bool = False,
     ) -> None:
-        """`length` tokens are shown to the model, at most as many as the blocks hold; `capacity` tokens are allocated."""
+        """`length` tokens are shown to the model, at most as many as the blocks hold; `capacity` tokens are allocated.
+
+        `whole` reads every row of every layer, also those that no window reaches.
+        """
         self._source = source
         self._model = model
         self._blocks = blocks
@@ -58,26 +71,48 @@ class PrefixFetch:
         self._lock = threading.Lock()
         self._error: KvcdnError | None = None
         self._usable = len(blocks)
-        self._pending = [len(blocks)] * len(model.layout.layers)
-        self._ready = [threading.Event() for _ in model.layout.layers]
-        self._delivered = [0] * len(blocks)
+        specs = model.layout.layers
+        self._first_needed = [0 if whole else spec.first_needed(length) for spec in specs]
+        self._wanted = [self._layers_to_read(name) for name in blocks]
+        self._pending = [sum(wanted[layer] for wanted in self._wanted) for layer in range(len(specs))]
+        self._ready = [threading.Event() for _ in specs]
+        for event, pending in zip(self._ready, self._pending, strict=True):
+            if not pending:
+                event.set()
+        self._delivered = [0 if any(wanted) else len(specs) for wanted in self._wanted]
         self._started = time.perf_counter()
         self._blocked = 0.0
         self.headers: dict[int, BlockHeader] = {}
         self.bytes_fetched = 0
         self.seconds = 0.0
         self.layers = [
-            TokenMajorLayer(spec, capacity, length, device, wait=partial(self.wait_layer, index))
-            for index, spec in enumerate(model.layout.layers)
+            make_layer(
+                spec,
+                capacity,
+                length,
+                device,
+                partial(self.wait_layer, index),
+                first=min((name.start for name in blocks if self._wanted[name.index][index]), default=0),
+            )
+            for index, spec in enumerate(specs)
         ]
+        read = [name for name in blocks if any(self._wanted[name.index])]
         # One more than cores, since some always wait for bytes.
-        count = max(1, min(len(blocks), (os.cpu_count() or 1) + 1, MAX_THREADS))
+        count = max(1, min(len(read), (os.cpu_count() or 1) + 1, MAX_THREADS))
+        self._ranged = len(read) > STREAMED_BLOCKS
         self._threads = [
-            threading.Thread(target=self._work, args=(blocks[start::count],), name=f"kvcdn-fetch-{start}", daemon=True)
+            threading.Thread(target=self._work, args=(read[start::count],), name=f"kvcdn-fetch-{start}", daemon=True)
             for start in range(count)
         ]
         for thread in self._threads:
             thread.start()
+
+    def _layers_to_read(self, name: BlockName) -> list[bool]:
+        wanted: list[bool] = []
+        for spec, first in zip(self._model.layout.layers, self._first_needed, strict=True):
+            # The few bytes of a layer that keeps nothing are read where the layer before it is, rather than passed over.
+            wanted.append(name.end > first if spec.tensors else bool(wanted) and wanted[-1])
+        return wanted
 
     def wait_layer(self, layer: int) -> None:
         """Returns when `layer` is complete. Raises the error that ended the fetch."""
@@ -105,10 +140,17 @@ class PrefixFetch:
         self._join()
 
     def salvage(self) -> int:
-        """After a failure: how many blocks from the front arrived whole nevertheless. Waits for those still on their way."""
+        """After a failure: how many blocks from the front can be used nevertheless. Waits for those still on their way.
+
+        A shorter prefix has its windows elsewhere; where they begin before what was read, none can be.
+        """
         self._join()
         layers = len(self._ready)
-        return next((index for index, done in enumerate(self._delivered) if done < layers), len(self._blocks))
+        usable = next((index for index, done in enumerate(self._delivered) if done < layers), len(self._blocks))
+        tokens = self._blocks[usable - 1].end if usable else 0
+        specs = self._model.layout.layers
+        reach = all(layer.first <= spec.first_needed(tokens) for layer, spec in zip(self.layers, specs, strict=True))
+        return usable if reach else 0
 
     def close(self) -> None:
         """Stops what is still on its way. The layers must not be waited for afterwards."""
@@ -149,29 +191,44 @@ class PrefixFetch:
 
     def _steps(self, name: BlockName, scratch: bytearray) -> Iterator[None]:
         """The life of one block, a step at a time, so that a thread can take turns between its blocks."""
-        key = block_key(self._model.tag, name.address)
-        reader = self._source.open(key, ranged=len(self._blocks) > STREAMED_BLOCKS)
+        key, wanted = block_key(self._model.tag, name.address), self._wanted[name.index]
+        passing = self._worth_passing_over(name, wanted)
+        reader = self._source.open(key, ranged=self._ranged or passing)
         try:
             yield
-            header = self._read_header(name, reader)
+            header = self._read_header(name, reader, _HEADER_BYTES_PER_LAYER * len(wanted) if passing else RANGE_BYTES)
             keys = ObjectKeys(name.content_key, header.salt)
             keys.check_commitment(header.commitment, f"block {name.address}")
             yield
-            for layer in range(len(self._ready)):
-                asked = time.perf_counter()
-                stored = reader.read_exact(header.segments[layer].length)
-                self._blocked += time.perf_counter() - asked
-                if layer == len(self._ready) - 1 and not reader.at_end():
+            for layer, segment in enumerate(header.segments):
+                if wanted[layer]:
+                    asked = time.perf_counter()
+                    stored = reader.read_exact(segment.length, _run_bytes(header, wanted, layer) if passing else RANGE_BYTES)
+                    self._blocked += time.perf_counter() - asked
+                    received = len(stored)
+                else:
+                    received = reader.skip(segment.length)
+                if layer == len(wanted) - 1 and not reader.at_end():
                     raise CorruptError(f"block {name.address}: trailing bytes behind the last segment")
-                self._decode(name, header, keys, layer, stored, scratch)
-                self._deliver(name, layer, len(stored))
+                if wanted[layer]:
+                    self._decode(name, header, keys, layer, stored, scratch)
+                self._deliver(name, layer, received)
                 yield
         finally:
             reader.close()
 
-    def _read_header(self, name: BlockName, reader: ObjectReader) -> BlockHeader:
+    def _worth_passing_over(self, name: BlockName, wanted: Sequence[bool]) -> bool:
+        """Whether what is not wanted of a block is so much at a stretch that ranges are better than one stream."""
+        stretch = 0
+        for spec, wants in zip(self._model.layout.layers, wanted, strict=True):
+            stretch = 0 if wants else stretch + spec.bytes_per_token * name.tokens
+            if stretch >= SKIPPED_BYTES:
+                return True
+        return False
+
+    def _read_header(self, name: BlockName, reader: ObjectReader, ahead: int) -> BlockHeader:
         what = f"block {name.address}"
-        preamble = bytes(reader.read_exact(PREAMBLE_BYTES))
+        preamble = bytes(reader.read_exact(PREAMBLE_BYTES, ahead))
         rest = reader.read_exact(envelope_size(preamble, BLOCK_MAGIC, what) - PREAMBLE_BYTES)
         header = open_header(preamble + bytes(rest), what)
         self._trust.require(header.publisher, what)
@@ -184,7 +241,7 @@ class PrefixFetch:
     def _decode(
         self, name: BlockName, header: BlockHeader, keys: ObjectKeys, layer: int, stored: memoryview, scratch: bytearray
     ) -> None:
-        places = [tensor[name.start : name.end] for tensor in self.layers[layer].storage]
+        places = self.layers[layer].rows(name.start, name.end)
         on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
         open_segment(header, keys, layer, stored, scratch, [tensor_bytes(tensor) for tensor in on_cpu])
         for place, tensor in zip(places, on_cpu, strict=True):
@@ -195,7 +252,18 @@ class PrefixFetch:
         with self._lock:
             self.bytes_fetched += count
             self._delivered[name.index] += 1
-            self._pending[layer] -= 1
+            if self._wanted[name.index][layer]:
+                self._pending[layer] -= 1
             complete = self._pending[layer] == 0
         if complete:
             self._ready[layer].set()
+
+
+def _run_bytes(header: BlockHeader, wanted: Sequence[bool], layer: int) -> int:
+    """Bytes from `layer` on up to the next that is not wanted; those beyond what a reader reads at once do not matter."""
+    total = 0
+    for segment in header.segments[layer:]:
+        if not wanted[segment.layer] or total >= RANGE_BYTES:
+            break
+        total += segment.length
+    return total

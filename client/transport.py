@@ -41,8 +41,14 @@ _IDLE_CONNECTIONS = 32
 class ObjectReader(Protocol):
     """One object, front to back. Used by one thread at a time."""
 
-    def read_exact(self, count: int) -> memoryview:
-        """The next `count` bytes; valid until the next call. Raises CorruptError where the object ends before."""
+    def read_exact(self, count: int, ahead: int = RANGE_BYTES) -> memoryview:
+        """The next `count` bytes; valid until the next call. Raises CorruptError where the object ends before.
+
+        `ahead` bytes from here on will be asked for without a gap: a hint of how much to read at once.
+        """
+
+    def skip(self, count: int) -> int:
+        """Passes over the next `count` bytes and tells how many of them were received nevertheless."""
 
     def at_end(self) -> bool:
         """False where more bytes are known to follow."""
@@ -336,7 +342,7 @@ class _StreamReader:
         self._checked = False
         self._closed = False
 
-    def read_exact(self, count: int) -> memoryview:
+    def read_exact(self, count: int, ahead: int = RANGE_BYTES) -> memoryview:  # noqa: ARG002 - all of it is on its way
         if not self._checked:
             self._exchange.require(200, self._key)
             self._checked = True
@@ -346,6 +352,11 @@ class _StreamReader:
         if self._exchange.read_into(view) < count:
             raise UnavailableError(f"{self._key} ended early: the edge or the link broke off")
         return view
+
+    def skip(self, count: int) -> int:
+        for done in range(0, count, RANGE_BYTES):
+            self.read_exact(min(count - done, RANGE_BYTES))
+        return count
 
     def at_end(self) -> bool:
         return self._exchange.body_left == 0
@@ -357,7 +368,7 @@ class _StreamReader:
 
 
 class _RangedReader:
-    """An object read in ranges of RANGE_BYTES or more; what was read too far is kept for the next call."""
+    """An object read in ranges of RANGE_BYTES or what is wanted; what was read too far is kept for the next call."""
 
     def __init__(self, read: Any, key: str) -> None:
         self._read = read
@@ -365,16 +376,21 @@ class _RangedReader:
         self._buffer = memoryview(b"")
         self._position = 0
 
-    def read_exact(self, count: int) -> memoryview:
+    def read_exact(self, count: int, ahead: int = RANGE_BYTES) -> memoryview:
         missing = count - len(self._buffer)
         if missing > 0:
-            piece = self._read(self._position, max(missing, RANGE_BYTES))
+            piece = self._read(self._position, max(missing, min(ahead - len(self._buffer), RANGE_BYTES)))
             self._position += len(piece)
             self._buffer = memoryview(b"".join((self._buffer, piece)))
             if len(self._buffer) < count:
                 raise CorruptError(f"{self._key} is truncated: it ends before its header says")
         taken, self._buffer = self._buffer[:count], self._buffer[count:]
         return taken
+
+    def skip(self, count: int) -> int:
+        received = min(count, len(self._buffer))
+        self._buffer, self._position = self._buffer[received:], self._position + count - received
+        return received
 
     def at_end(self) -> bool:
         return not self._buffer

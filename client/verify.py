@@ -19,6 +19,7 @@ from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.match import find_published
 from kvcdn.errors import NotFoundError, UnsupportedModelError
 from kvcdn.keys import BlockName, Chain
+from kvcdn.layout import KINDS
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument, output_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
@@ -90,6 +91,7 @@ def verify_prefix(
         capacity=tokens + greedy + GROWTH_TOKENS,
         device=loaded.model.device,
         trust=client.trust,
+        whole=True,
     )
     fetch.wait()
     equal = all(_as_published(fetch, name) for name in published.blocks)
@@ -117,8 +119,8 @@ def _as_published(fetch: PrefixFetch, name: BlockName) -> bool:
     header = fetch.headers[name.index]
     keys = ObjectKeys(name.content_key, header.salt)
     for segment in header.segments:
-        places = [tensor[name.start : name.end].cpu() for tensor in fetch.layers[segment.layer].storage]
-        if keys.raw_digest(*(tensor_bytes(place) for place in places)) != segment.raw_digest:
+        places = fetch.layers[segment.layer].rows(name.start, name.end)
+        if keys.raw_digest(*(tensor_bytes(place.cpu()) for place in places)) != segment.raw_digest:
             return False
     return True
 
@@ -128,8 +130,10 @@ def _first_difference(loaded: LoadedModel, fetch: PrefixFetch, token_ids: tuple[
     first = ""
     for block in ScheduledPrefill(loaded.model, loaded.identity.layout, len(token_ids)).run(token_ids):
         for index, tensors in enumerate(block.layers):
-            for name, ours, theirs in zip(("k", "v"), tensors, fetch.layers[index].storage, strict=True):
-                if not first and tensor_bytes(ours) != tensor_bytes(theirs[block.start : block.end].cpu()):
+            names = KINDS[loaded.identity.layout.layers[index].kind]
+            places = fetch.layers[index].rows(block.start, block.end)
+            for name, ours, theirs in zip(names, tensors, places, strict=True):
+                if not first and tensor_bytes(ours) != tensor_bytes(theirs.cpu()):
                     first = f"tokens {block.start} to {block.end}, layer {index}, {name}"
     return first
 

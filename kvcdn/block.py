@@ -20,7 +20,7 @@ from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
 from kvcdn.keys import PRECISIONS, BlockName, ModelIdentity
-from kvcdn.layout import DTYPE_BYTES, MAX_BLOCK_TOKENS, MAX_LAYERS, LayerSpec
+from kvcdn.layout import DTYPE_BYTES, KINDS, MAX_BLOCK_TOKENS, MAX_LAYERS, LayerSpec
 from kvcdn.producer import Producer
 from kvcdn.seal import TAG_BYTES, ObjectKeys, segment_associated_data
 from kvcdn.signing import PublicKey, SigningKey
@@ -285,14 +285,16 @@ def _read_segments(values: Sequence[Any], what: str) -> tuple[Segment, ...]:
 
 def _read_segment(value: Any, index: int, what: str) -> Segment:
     fields = Fields(value, what)
+    kind = fields.choice("kind", tuple(KINDS))
+    count = len(KINDS[kind])
     segment = Segment(
         layer=fields.integer("layer", index, index),
-        kind=fields.choice("kind", ("kv",)),
+        kind=kind,
         offset=fields.integer("offset", 0, MAX_BLOCK_BYTES),
         length=fields.integer("length", TAG_BYTES, MAX_SEGMENT_BYTES),
         blake3=fields.fixed("blake3", Digest),
         raw_digest=fields.fixed("raw_digest", Digest),
-        parts=tuple(_read_part(part, what) for part in fields.array("parts", 2, 2)),
+        parts=tuple(_read_part(part, what) for part in fields.array("parts", count, count)),
     )
     fields.done()
     return segment
@@ -334,7 +336,9 @@ def _require_layer(segment: Segment, layer: LayerSpec, tokens: int, what: str) -
     found = [(part.name, part.dtype, part.shape) for part in segment.parts]
     asked = [(tensor.name, tensor.dtype, tensor.shape(tokens)) for tensor in layer.tensors]
     if segment.kind != layer.kind or found != asked:
-        raise CorruptError(f"{what}: layer {segment.layer} holds {found}, the model's layout says {asked}")
+        raise CorruptError(
+            f"{what}: layer {segment.layer} holds {segment.kind} {found}, the model's layout says {layer.kind} {asked}"
+        )
 
 
 def part_slices(segment: Segment) -> Iterator[tuple[Part, slice]]:

@@ -26,6 +26,12 @@ MAX_HEADS = 4096
 MAX_DIM = 65536
 """Sanity limits on hostile layouts; today's largest models have 126 layers, 128 KV heads, dim 576."""
 
+MAX_WINDOW = 1 << 24
+"""As many tokens as a prefix can have: a longer window is full attention."""
+
+KINDS: Mapping[str, tuple[str, ...]] = {"kv": ("k", "v"), "window": ("k", "v"), "none": ()}
+"""The kinds of layers, each with the names of its tensors in order (FORMAT.md 2.3)."""
+
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -49,14 +55,30 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One model layer's share of the KV."""
+    """One model layer's share of the KV.
+
+    `window` is set for the kind of that name, and None for others: tokens that attention reads at most, its own included.
+    """
 
     kind: str
     tensors: tuple[TensorSpec, ...]
+    window: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
         return sum(tensor.bytes_per_token for tensor in self.tensors)
+
+    def first_needed(self, tokens: int) -> int:
+        """The first of `tokens` tokens whose rows a model still reads when it goes on behind them; `tokens` for none."""
+        if not self.tensors:
+            return tokens
+        return 0 if self.window is None else max(tokens - (self.window - 1), 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form, ready for the canonical encoder."""
+        tensors = [{"dtype": t.dtype, "name": t.name, "shape": [t.heads, t.dim]} for t in self.tensors]
+        window = {} if self.window is None else {"window": self.window}
+        return {"kind": self.kind, "tensors": tensors, **window}
 
 
 @dataclass(frozen=True)
@@ -79,20 +101,14 @@ class Layout:
         fields.integer("v", 1, 1)
         layers = fields.array("layers", 1, MAX_LAYERS)
         fields.done()
-        return cls(tuple(_read_layer(layer, f"{what}: layer {i}") for i, layer in enumerate(layers)))
+        layout = cls(tuple(_read_layer(layer, f"{what}: layer {i}") for i, layer in enumerate(layers)))
+        if not layout.bytes_per_token:
+            raise CorruptError(f"{what}: no layer keeps anything")
+        return layout
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form, ready for the canonical encoder."""
-        return {
-            "layers": [
-                {
-                    "kind": layer.kind,
-                    "tensors": [{"dtype": t.dtype, "name": t.name, "shape": [t.heads, t.dim]} for t in layer.tensors],
-                }
-                for layer in self.layers
-            ],
-            "v": 1,
-        }
+        return {"layers": [layer.to_json() for layer in self.layers], "v": 1}
 
     @cached_property
     def digest(self) -> Digest:
@@ -102,6 +118,10 @@ class Layout:
     def bytes_per_token(self) -> int:
         """Raw KV bytes of one token, all layers."""
         return sum(layer.bytes_per_token for layer in self.layers)
+
+    def needed_bytes(self, tokens: int) -> int:
+        """Raw KV bytes a model needs to go on behind `tokens` tokens: of a window layer only the window's."""
+        return sum((tokens - layer.first_needed(tokens)) * layer.bytes_per_token for layer in self.layers)
 
     @cached_property
     def block_tokens(self) -> int:
@@ -113,12 +133,14 @@ class Layout:
 
 def _read_layer(value: Any, what: str) -> LayerSpec:
     fields = Fields(value, what)
-    kind = fields.choice("kind", ("kv",))
-    tensors = tuple(_read_tensor(item, what) for item in fields.array("tensors", 2, 2))
+    kind = fields.choice("kind", tuple(KINDS))
+    names = KINDS[kind]
+    tensors = tuple(_read_tensor(item, what) for item in fields.array("tensors", len(names), len(names)))
+    window = fields.integer("window", 2, MAX_WINDOW) if kind == "window" else None
     fields.done()
-    if [tensor.name for tensor in tensors] != ["k", "v"]:
-        raise CorruptError(f"{what}: a kv layer holds the tensors k and v, in this order")
-    return LayerSpec(kind, tensors)
+    if tuple(tensor.name for tensor in tensors) != names:
+        raise CorruptError(f"{what}: a {kind} layer holds the tensors {' and '.join(names)}, in this order")
+    return LayerSpec(kind, tensors, window)
 
 
 def _read_tensor(value: Any, what: str) -> TensorSpec:

@@ -233,7 +233,7 @@ class _Run:
             scratch = bytearray()
             for segment in header.segments:
                 begin = header.envelope_bytes + segment.offset
-                places = [prefill.restore(segment.layer, tensor, name.start, name.end) for tensor in range(len(segment.parts))]
+                places = prefill.restore(segment.layer, name.start, name.end)
                 cpu = [place if place.device.type == "cpu" else place.cpu() for place in places]
                 stored = memoryview(data)[begin : begin + segment.length]
                 open_segment(header, keys, segment.layer, stored, scratch, [tensor_bytes(tensor) for tensor in cpu])

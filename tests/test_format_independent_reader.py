@@ -140,12 +140,29 @@ TENSOR = fields(
     shape=lambda value: array(integer(1, 65_536), 2, 2)(value) and value[0] <= 4096,
 )
 
-LAYER = fields(
-    kind=one_of("kv"),
-    tensors=lambda value: array(TENSOR, 2, 2)(value) and [tensor["name"] for tensor in value] == ["k", "v"],
+
+def either(*forms: Form) -> Form:
+    return lambda value: any(form(value) for form in forms)
+
+
+def pair(value: Any) -> bool:
+    return array(TENSOR, 2, 2)(value) and [tensor["name"] for tensor in value] == ["k", "v"]
+
+
+NOTHING = array(TENSOR, 0, 0)
+
+LAYER = either(
+    fields(kind=one_of("kv"), tensors=pair),
+    fields(kind=one_of("window"), tensors=pair, window=integer(2, 2**24)),
+    fields(kind=one_of("none"), tensors=NOTHING),
 )
 
-LAYOUT = fields(layers=array(LAYER, 1, 1024), v=integer(1, 1))
+
+def keeps_something(layers: Any) -> bool:
+    return array(LAYER, 1, 1024)(layers) and any(layer["kind"] != "none" for layer in layers)
+
+
+LAYOUT = fields(layers=keeps_something, v=integer(1, 1))
 
 PART = fields(
     codec=one_of("raw", "blosc2"),
@@ -155,15 +172,20 @@ PART = fields(
     shape=array(integer(1, 2**32 - 1), 3, 3),
 )
 
-SEGMENT = fields(
-    blake3=digest,
-    kind=one_of("kv"),
-    layer=integer(0, 1023),
-    length=integer(16, 2**32 - 1),
-    offset=integer(0, 2**36),
-    parts=array(PART, 2, 2),
-    raw_digest=digest,
-)
+
+def segment(kind: Form, parts: Form) -> Form:
+    return fields(
+        blake3=digest,
+        kind=kind,
+        layer=integer(0, 1023),
+        length=integer(16, 2**32 - 1),
+        offset=integer(0, 2**36),
+        parts=parts,
+        raw_digest=digest,
+    )
+
+
+SEGMENT = either(segment(one_of("kv", "window"), array(PART, 2, 2)), segment(one_of("none"), array(PART, 0, 0)))
 
 BLOCK = fields(
     type=one_of("block"),
@@ -345,9 +367,10 @@ def read_segment(header: dict[str, Any], name: Name, index: int, stored: bytes) 
         encoded = cipher.decrypt(u32le(index) + bytes(8), stored, b"kvcdn v1 segment\x00" + name.address + descriptor)
     except InvalidTag as error:
         raise RefusedError("AEAD") from error
-    first = segment["parts"][0]["length"]
-    pieces = (encoded[:first], encoded[first:])
-    raw = [decode_part(part, piece) for part, piece in zip(segment["parts"], pieces, strict=True)]
+    raw = []
+    for part in segment["parts"]:
+        piece, encoded = encoded[: part["length"]], encoded[part["length"] :]
+        raw.append(decode_part(part, piece))
     keyed = blake3(b"".join(raw), key=derive("kvcdn v1 raw digest", material)).hexdigest()
     require(keyed == segment["raw_digest"], "raw digest")
     return raw
@@ -375,9 +398,12 @@ def read_block(data: bytes, question: Question) -> tuple[dict[str, Any], list[li
     require(header["layout"] == layout_digest(layout).hex(), "layout")
     require((header["start"], header["tokens"]) == (name.start, name.tokens), "position")
     require(header["producer"]["chunk_tokens"] == block_tokens(bytes_per_token(layout)), "schedule")
-    found = [[(part["name"], part["dtype"], part["shape"]) for part in segment["parts"]] for segment in header["segments"]]
+    found = [
+        (segment["kind"], [(part["name"], part["dtype"], part["shape"]) for part in segment["parts"]])
+        for segment in header["segments"]
+    ]
     asked = [
-        [(tensor["name"], tensor["dtype"], [name.tokens, *tensor["shape"]]) for tensor in layer["tensors"]]
+        (layer["kind"], [(tensor["name"], tensor["dtype"], [name.tokens, *tensor["shape"]]) for tensor in layer["tensors"]])
         for layer in layout["layers"]
     ]
     require(found == asked, "tensors")

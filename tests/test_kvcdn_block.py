@@ -20,8 +20,12 @@ from kvcdn.seal import ObjectKeys, segment_associated_data
 
 TENSOR = st.tuples(st.integers(1, 3), st.integers(1, 9), st.sampled_from(["bfloat16", "float16", "float32"]))
 
-LAYOUT = st.lists(st.tuples(TENSOR, TENSOR), min_size=1, max_size=4).map(
-    lambda layers: Layout(tuple(LayerSpec("kv", (TensorSpec("k", *k), TensorSpec("v", *v))) for k, v in layers))
+PAIR = st.tuples(TENSOR, TENSOR).map(lambda pair: (TensorSpec("k", *pair[0]), TensorSpec("v", *pair[1])))
+
+KEEPING = st.builds(LayerSpec, st.just("kv"), PAIR) | st.builds(LayerSpec, st.just("window"), PAIR, st.integers(2, 99))
+
+LAYOUT = st.tuples(KEEPING, st.lists(KEEPING | st.just(LayerSpec("none", ())), max_size=3)).map(
+    lambda layers: Layout((layers[0], *layers[1]))
 )
 
 
@@ -120,7 +124,7 @@ def test_associated_data_is_what_the_format_says() -> None:
     """FORMAT.md 4.2: domain, NUL, address, descriptor without hashes and offset."""
     header = open_header(sound_blocks()[-1], "block")
     data = segment_associated_data(header.address, header.segments[0].descriptor)
-    assert data.startswith(b"kvcdn v1 segment\x00" + header.address + b'{"kind":"kv","layer":0,"length":')
+    assert data.startswith(b"kvcdn v1 segment\x00" + header.address + b'{"kind":"window","layer":0,"length":')
     for absent in (b"blake3", b"offset", b"raw_digest"):
         assert absent not in data
 

@@ -74,13 +74,31 @@ def test_manifest_knows_its_names() -> None:
     assert isinstance(SOUND, Manifest)
 
 
+PAIR = st.tuples(TENSOR, TENSOR).map(lambda pair: (TensorSpec("k", *pair[0]), TensorSpec("v", *pair[1])))
+
+KEEPING = st.builds(LayerSpec, st.just("kv"), PAIR) | st.builds(LayerSpec, st.just("window"), PAIR, st.integers(2, 1 << 24))
+
+LAYERS = st.tuples(KEEPING, st.lists(KEEPING | st.just(LayerSpec("none", ())), max_size=4)).flatmap(
+    lambda layers: st.permutations([layers[0], *layers[1]])
+)
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(TENSOR, TENSOR), min_size=1, max_size=5))
-def test_layout_comes_back(layers: list[tuple[tuple[int, int, str], tuple[int, int, str]]]) -> None:
+@given(LAYERS)
+def test_layout_comes_back(layers: list[LayerSpec]) -> None:
     """Any layout within the bounds reads back the same, and its block length is the largest that fits."""
-    layout = Layout(tuple(LayerSpec("kv", (TensorSpec("k", *k), TensorSpec("v", *v))) for k, v in layers))
+    layout = Layout(tuple(layers))
     assert layout == Layout.from_json(layout.to_json(), "layout")
     length = layout.block_tokens
     assert length.bit_count() == 1
     assert length == 64 or length * layout.bytes_per_token <= 16 << 20
     assert length == 1024 or 2 * length * layout.bytes_per_token > 16 << 20
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(0, 0), (1, 0), (99, 0), (100, 1), (101, 2), (5000, 4901)])
+def test_a_window_needs_its_last_rows(tokens: int, first: int) -> None:
+    """Behind a prefix a window of 100 reads 99 tokens before; full attention reads all, and an empty layer nothing."""
+    pair = (TensorSpec("k", 1, 2, "float32"), TensorSpec("v", 1, 1, "float32"))
+    window, full, empty = LayerSpec("window", pair, 100), LayerSpec("kv", pair), LayerSpec("none", ())
+    assert (first, 0, tokens) == tuple(spec.first_needed(tokens) for spec in (window, full, empty))
+    assert 12 * (tokens - first) + 12 * tokens == Layout((window, full, empty)).needed_bytes(tokens)

@@ -7,13 +7,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.layout import LayerSpec, TensorSpec
-from kvcdn.model.cache import TokenMajorLayer, build_cache, cache_argument, output_cache, probe_layout
+from kvcdn.model.cache import (
+    GROWTH_TOKENS,
+    EmptyLayer,
+    TokenMajorLayer,
+    WindowLayer,
+    build_cache,
+    cache_argument,
+    make_layer,
+    output_cache,
+    probe_layout,
+)
 from kvcdn.model.load import load_model
-from support.tiny import FULL_ATTENTION_KINDS, tiny_checkpoint
+from support.tiny import FULL_ATTENTION_KINDS, SHARED_KINDS, tiny_checkpoint
 
 SPEC = LayerSpec("kv", (TensorSpec("k", 2, 4, "bfloat16"), TensorSpec("v", 2, 6, "bfloat16")))
 CPU = torch.device("cpu")
@@ -64,6 +74,100 @@ def test_any_sequence_of_operations_leaves_what_a_dynamic_layer_would_hold(steps
         assert theirs.get_seq_length() == ours.get_seq_length()
 
 
+@settings(max_examples=120, deadline=None)
+@given(
+    steps=st.lists(step | st.tuples(st.just("record"), st.just(0)), max_size=10),
+    capacity=st.integers(1, 50),
+    window=st.integers(2, 45),
+)
+def test_any_sequence_of_operations_leaves_what_a_sliding_layer_would_hold(steps, capacity, window):
+    """The same with a window: what attention reads, the mask's sizes and the position are the library's at every step."""
+    spec = LayerSpec("window", SPEC.tensors, window)
+    ours, theirs = WindowLayer(spec, capacity, 0, CPU), DynamicSlidingWindowLayer(window)
+    batch, recorded = 1, 0
+    for name, argument in steps:
+        length = theirs.get_seq_length()
+        if name == "update":
+            pair = states(argument, batch)
+            for got, expected in zip(ours.update(*pair), theirs.update(*pair), strict=True):
+                assert torch.equal(expected, got)
+            recorded += argument if theirs.record_past else 0
+        elif name == "crop" and length > argument and (length < window or (theirs.record_past and recorded >= argument)):
+            ours.crop(-argument)
+            theirs.crop(-argument)
+            recorded = 0
+        elif name == "record" and not theirs.record_past:
+            ours.activate_past_recording()
+            theirs.activate_past_recording()
+        elif name == "repeat" and length and batch < 4:
+            ours.batch_repeat_interleave(argument)
+            theirs.batch_repeat_interleave(argument)
+            batch *= argument
+        elif name == "reorder" and length:
+            order = torch.arange(batch).flip(0)
+            ours.reorder_cache(order)
+            theirs.reorder_cache(order)
+        elif name == "reset":
+            ours.reset()
+            theirs.reset()
+            batch, recorded = 1, 0
+        assert theirs.get_seq_length() == ours.get_seq_length()
+        assert theirs.get_mask_sizes(3) == ours.get_mask_sizes(3)
+
+
+def test_a_window_layer_is_cut_back_as_far_as_its_rows_reach():
+    """What the library's layer cannot do unless told before; where rows are gone, it is refused, never wrong."""
+    spec = LayerSpec("window", SPEC.tensors, 5)
+    layer = WindowLayer(spec, 30, 0, CPU)
+    pair = states(30)
+    layer.update(*pair)
+    layer.crop(-12)
+    assert (18, 18) == (layer.get_seq_length(), layer.cumulative_length)
+    assert torch.equal(pair[0][:, :, 14:18], layer.keys)
+    # Room for more is only made by letting go of what no later token reads.
+    layer.update(*states(20))
+    assert 14 == layer.first
+    assert layer.storage[0].shape[0] <= 4 + 20 + GROWTH_TOKENS
+    with pytest.raises(RuntimeError, match="from 14 on"):
+        layer.crop(-21)
+
+
+def test_a_window_layer_filled_from_elsewhere_knows_how_many_tokens_came_before():
+    """Rows 40 to 60 of 60 are held; position and mask count from 60, and fewer rows than a window are refused."""
+    spec = LayerSpec("window", SPEC.tensors, 16)
+    layer = make_layer(spec, 70, 60, CPU, first=40)
+    assert (60, (16 - 1 + 3, 45)) == (layer.get_seq_length(), layer.get_mask_sizes(3))
+    assert (1, 2, 15, 4) == tuple(layer.keys.shape)
+    with pytest.raises(RuntimeError, match="from 46 on"):
+        make_layer(spec, 70, 60, CPU, first=46)
+
+
+def test_a_window_layer_without_its_count_is_wrong_without_a_word(tmp_path):
+    """The mistake that the library does not see, and that comparing to the bit does: hence the test above can fail."""
+    loaded = load_model(str(tiny_checkpoint(tmp_path, "gemma3_text", dtype=torch.float32)))
+    model, argument = loaded.model, cache_argument(loaded.model.forward)
+    ids = torch.randint(2, 500, (1, 90))
+    logits = []
+    with torch.inference_mode():
+        for forget in (False, True):
+            cache = DynamicCache(config=model.config)
+            model(input_ids=ids[:, :80], **{argument: cache})
+            for layer in cache.layers:
+                if forget and isinstance(layer, DynamicSlidingWindowLayer):
+                    layer.cumulative_length = layer.keys.shape[-2]
+            logits.append(model(input_ids=ids[:, 80:], **{argument: cache}).logits)
+    assert (logits[0] - logits[1]).norm() / logits[0].norm() > 0.01
+
+
+@pytest.mark.parametrize("kind", SHARED_KINDS)
+def test_layers_that_share_keep_nothing(tmp_path, kind):
+    """The layers that reuse another's KV are in the layout, without tensors."""
+    layout = load_model(str(tiny_checkpoint(tmp_path, kind))).identity.layout
+    assert ["none", "none"] == [spec.kind for spec in layout.layers[-2:]]
+    assert "none" not in [spec.kind for spec in layout.layers[:-2]]
+    assert isinstance(make_layer(layout.layers[-1], 10, 5, CPU), EmptyLayer)
+
+
 def test_the_first_use_waits_for_the_bytes_and_later_ones_do_not():
     """A layer may be handed out before it is filled: `update` waits once."""
     calls = []
@@ -105,19 +209,20 @@ def test_a_model_computes_the_same_bits_from_our_layers_as_from_its_own(tmp_path
 
 
 UNSUPPORTED = {
-    "gemma3_text": ({}, "DynamicSlidingWindowLayer"),
-    "mamba": ({}, "LinearAttentionLayer"),
-    "qwen3_next": ({}, "LinearAttentionLayer"),
-    "mistral": ({"sliding_window": 16}, "DynamicSlidingWindowLayer"),
-    "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, "dynamic rope"),
+    "mamba": ("mamba", {}, "LinearAttentionLayer"),
+    "qwen3_next": ("qwen3_next", {}, "LinearAttentionLayer"),
+    "deepseek_v32": ("deepseek_v32", {}, "DynamicIndexedLayer"),
+    "a window of one": ("mistral", {"sliding_window": 1}, "a window of 1 tokens"),
+    "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
+    "dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rope"),
 }
 
 
-@pytest.mark.parametrize("kind", UNSUPPORTED)
+@pytest.mark.parametrize("case", UNSUPPORTED)
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_whose_cache_is_of_another_kind_is_refused_by_name(tmp_path, kind):
+def test_a_model_whose_cache_is_of_another_kind_is_refused_by_name(case):
     """What the format cannot carry is named, never guessed."""
-    config, named = UNSUPPORTED[kind]
+    kind, config, named = UNSUPPORTED[case]
     small = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small, **config), dtype=torch.bfloat16).eval()
     with pytest.raises(UnsupportedModelError, match=named):

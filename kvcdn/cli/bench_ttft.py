@@ -126,9 +126,13 @@ def _copy_cache(rig: Rig, prepared: Prepared) -> Cache:
     """A plain DynamicCache with a copy of the loaded tensors, contiguous as the library itself keeps them."""
     cache = DynamicCache(config=rig.client.model.config)
     for source, target in zip(prepared.cache.layers if prepared.cache else (), cache.layers, strict=True):
+        if source.keys is None:
+            continue
         keys, values = source.keys.contiguous().clone(), source.values.contiguous().clone()
         target.lazy_initialization(keys, values)
         target.keys, target.values = keys, values
+        if hasattr(target, "cumulative_length"):
+            target.cumulative_length = source.cumulative_length
     return cache
 
 
@@ -136,12 +140,16 @@ def _bit_identical(rig: Rig, prepared: Prepared) -> bool:
     loaded, tokens = _loaded(rig), rig.published.tokens
     token_ids = prepared.input_ids[0, :tokens].tolist()
     layers = prepared.cache.layers if prepared.cache else []
-    return all(
-        torch.equal(ours.view(torch.uint8), theirs[block.start : block.end].cpu().view(torch.uint8))
-        for block in ScheduledPrefill(loaded.model, loaded.identity.layout, tokens).run(token_ids)
-        for index, tensors in enumerate(block.layers)
-        for ours, theirs in zip(tensors, layers[index].storage, strict=True)
-    )
+    for block in ScheduledPrefill(loaded.model, loaded.identity.layout, tokens).run(token_ids):
+        for layer, tensors in zip(layers, block.layers, strict=True):
+            # Layers with a window begin where the window of the whole prefix needs them to.
+            start = max(block.start, layer.first)
+            if start >= block.end:
+                continue
+            for ours, theirs in zip(tensors, layer.rows(start, block.end), strict=True):
+                if not torch.equal(ours[start - block.start :].view(torch.uint8), theirs.cpu().view(torch.uint8)):
+                    return False
+    return True
 
 
 def fetch_peak(model: str, rig: Rig) -> int | None:

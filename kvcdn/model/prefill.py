@@ -16,16 +16,19 @@ from transformers.cache_utils import Cache
 
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.layout import Layout
-from kvcdn.model.cache import TokenMajorLayer, build_cache, cache_argument
+from kvcdn.model.cache import CacheLayer, EmptyLayer, build_cache, cache_argument, make_layer
 
 
 @dataclass(frozen=True)
 class PrefilledBlock:
-    """The KV of one block, token-major on the CPU: `layers[i]` = (K [n, heads, dim], V [n, heads, dim]); n = end - start."""
+    """The KV of one block, token-major on the CPU: `layers[i]` = (K [n, heads, dim], V [n, heads, dim]); n = end - start.
+
+    A layer that keeps nothing has no tensors.
+    """
 
     start: int
     end: int
-    layers: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    layers: tuple[tuple[torch.Tensor, ...], ...]
     seconds: float
 
     def raw_layers(self) -> list[list[memoryview]]:
@@ -39,7 +42,7 @@ class ScheduledPrefill:
     def __init__(self, model: PreTrainedModel, layout: Layout, capacity: int) -> None:
         self._model = model
         self._layout = layout
-        self._layers = [TokenMajorLayer(spec, capacity, 0, model.device) for spec in layout.layers]
+        self._layers = [make_layer(spec, capacity, 0, model.device) for spec in layout.layers]
         self.cache: Cache = build_cache(model, self._layers)
         # The body without the head: no logits are wanted, and the KV is the same.
         self._body = getattr(model, model.base_model_prefix, model)
@@ -60,9 +63,9 @@ class ScheduledPrefill:
         layers = tuple(_block_tensors(layer, start, end) for layer in self._layers)
         return PrefilledBlock(start, end, layers, time.perf_counter() - started)
 
-    def restore(self, layer: int, tensor: int, start: int, end: int) -> torch.Tensor:
-        """The place of tokens `start` to `end` of a tensor, [n, heads, dim], to be filled by the caller before `resume`."""
-        return self._layers[layer].storage[tensor][start:end]
+    def restore(self, layer: int, start: int, end: int) -> list[torch.Tensor]:
+        """The places of tokens `start` to `end` of a layer, [n, heads, dim] each, to be filled before `resume`."""
+        return self._layers[layer].rows(start, end)
 
     def resume(self, tokens: int) -> None:
         """Declares the first `tokens` tokens valid, after `restore` filled them."""
@@ -70,13 +73,12 @@ class ScheduledPrefill:
             layer.declare(tokens)
 
 
-def _block_tensors(layer: TokenMajorLayer, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if layer.get_seq_length() != end:
+def _block_tensors(layer: CacheLayer, start: int, end: int) -> tuple[torch.Tensor, ...]:
+    if not isinstance(layer, EmptyLayer) and layer.get_seq_length() != end:
         raise UnsupportedModelError(
             f"after {end} tokens a cache layer holds {layer.get_seq_length()}: this model does not keep one entry a token"
         )
-    key, value = (tensor[start:end].cpu() for tensor in layer.storage)
-    return key, value
+    return tuple(tensor.cpu() for tensor in layer.rows(start, end))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

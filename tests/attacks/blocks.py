@@ -118,15 +118,30 @@ def identity_attacks() -> Iterator[Attack]:
         "heads-and-dim-exchanged": (("segments", 0, "parts", 0, "shape"), [8, 64, 2], "layer 0 holds"),
         "dtype-of-the-same-size": (("segments", 0, "parts", 0, "dtype"), "float16", "layer 0 holds"),
         "k-and-v-exchanged": (("segments", 0, "parts"), block.header["segments"][0]["parts"][::-1], "layer 0 holds"),
+        "window-passed-off-as-full-attention": (("segments", 0, "kind"), "kv", "layer 0 holds"),
+        "full-attention-passed-off-as-window": (("segments", 1, "kind"), "window", "layer 1 holds"),
         "another-schedule": (("producer", "chunk_tokens"), 512, "passes of 512"),
     }
     for name, (path, value, says) in changes.items():
         yield Attack(name, block.with_field(path, value).write(), says, Reader.CLIENT)
     yield Attack("precision-unknown", block.with_field(("precision",), "int8").write(), "precision")
-    yield Attack("kind-unknown", block.with_field(("segments", 0, "kind"), "window").write(), "kind")
+    yield Attack("kind-unknown", block.with_field(("segments", 0, "kind"), "state").write(), "kind")
+    yield Attack("kind-none-with-parts", block.with_field(("segments", 0, "kind"), "none").write(), "parts")
+    yield Attack("kind-none-without-parts", _emptied(block), "layer 1 holds none", Reader.CLIENT)
     yield Attack("codec-unknown", block.with_field(("segments", 0, "parts", 0, "codec"), "pickle").write(), "codec")
     yield Attack("dtype-unknown", block.with_field(("segments", 0, "parts", 0, "dtype"), "float64").write(), "dtype")
     yield Attack("mallory-signs-a-sound-block", block.write(MALLORY), "trust list", untrusted=True)
+
+
+def _emptied(block: ForgedBlock) -> bytes:
+    """The second layer without its tensors, sealed as a layer that keeps nothing is."""
+    header = edited(edited(block.header, ("segments", 1, "kind"), "none"), ("segments", 1, "parts"), [])
+    header = edited(header, ("segments", 1, "length"), TAG_BYTES)
+    keys = ObjectKeys(block.name.content_key, Digest.parse(header["salt"], "salt"))
+    descriptor = {name: header["segments"][1][name] for name in ("kind", "layer", "length", "parts")}
+    sealed = keys.seal(1, segment_associated_data(block.name.address, canonical.encode(descriptor)), b"")
+    forged = ForgedBlock(block.name, header, block.stored, block.encoded)
+    return forged.with_stored((block.stored[0], sealed, block.stored[2])).write()
 
 
 def encryption_attacks() -> Iterator[Attack]:

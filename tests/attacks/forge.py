@@ -32,9 +32,11 @@ PREAMBLE_BYTES = 12
 
 TAIL_TOKENS = 8
 
+_TENSORS = (TensorSpec("k", 2, 64, "bfloat16"), TensorSpec("v", 1, 16, "float32"))
+
 MODEL = ModelIdentity(
     hash_bytes(b"the attacked model"),
-    Layout((LayerSpec("kv", (TensorSpec("k", 2, 64, "bfloat16"), TensorSpec("v", 1, 16, "float32"))),) * 3),
+    Layout((LayerSpec("window", _TENSORS, 512), LayerSpec("kv", _TENSORS), LayerSpec("kv", _TENSORS))),
     "attacked-model",
 )
 

@@ -20,7 +20,22 @@ TEXT = (ROOT / "LICENSE").read_text("utf-8")
 """A real text of some 3,000 tokens under the tiny tokenizer."""
 
 FULL_ATTENTION_KINDS = ("llama", "qwen2", "qwen3", "mistral", "gpt_neox", "phi", "qwen3_moe", "olmo2")
-"""Architectures whose caches this version carries."""
+"""Architectures of full attention, tried in every test of layers and schedules."""
+
+MORE_FULL_ATTENTION_KINDS = (
+    "phi3", "mixtral", "gemma", "glm", "glm4", "glm4_moe", "minimax_m2", "falcon", "gpt_bigcode", "gpt2", "starcoder2",
+    "cohere", "stablelm", "smollm3", "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
+"""More of them: mixtures of experts, one KV head for all queries, absolute positions, and latents (MLA)."""
+
+WINDOW_KINDS = (
+    "mistral-window", "qwen2-window", "ministral", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "olmo3", "exaone4",
+    "llama4_text",
+)  # fmt: skip
+"""Sliding windows in all layers or in some, shorter and longer than a block of 64 tokens; chunked attention."""
+
+SHARED_KINDS = ("gemma3n_text", "gemma4_text")
+"""Layers that reuse another layer's KV, besides windows."""
 
 _SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -35,10 +50,80 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 1,
 }
 
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+
 _EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen3_moe": _EXPERTS,
+    "mixtral": {**_EXPERTS, "sliding_window": None},
+    "glm4_moe": _EXPERTS,
+    "minimax_m2": _EXPERTS,
+    "gemma": {"num_key_value_heads": 1},
+    "falcon": {"multi_query": True, "new_decoder_architecture": False},
+    "gpt_bigcode": {"multi_query": True},
+    "starcoder2": {"sliding_window": None},
+    "deepseek_v2": {**_EXPERTS, **_LATENT, "topk_method": "greedy"},
+    "deepseek_v3": {**_EXPERTS, **_LATENT},
 }
+"""What an architecture needs besides."""
+
+_EXTRA |= {
+    "mistral-window": {"sliding_window": 100},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    "ministral": {"sliding_window": 2},
+    "gemma2": {"sliding_window": 64},
+    "gemma3_text": {"sliding_window": 32, "num_hidden_layers": 7},
+    "gpt_oss": {**_EXPERTS, "sliding_window": 65},
+    "cohere2": {"sliding_window": 500, "num_hidden_layers": 4},
+    "olmo3": {"sliding_window": 130, "num_hidden_layers": 4},
+    "exaone4": {"sliding_window": 33, "num_hidden_layers": 4},
+    "llama4_text": {**_EXPERTS, "attention_chunk_size": 48, "num_hidden_layers": 4},
+    "gemma3n_text": {
+        "sliding_window": 32,
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [96] * 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": 800,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "activation_sparsity_pattern": None,
+    },
+    "gemma4_text": {
+        "sliding_window": 32,
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "vocab_size_per_layer_input": 800,
+        "hidden_size_per_layer_input": 8,
+        "global_head_dim": 32,
+    },
+}
+
+_ARCHITECTURE = {"mistral-window": "mistral", "qwen2-window": "qwen2"}
+"""Kinds that are an architecture with another configuration."""
+
+_NOT_SETTABLE = {"falcon": ("head_dim",)}
+"""Settings that an architecture derives and does not take."""
 
 
 def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -62,10 +147,12 @@ def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def tiny_checkpoint(
     folder: Path, kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **config: Any
 ) -> Path:
-    """Writes a checkpoint of the architecture `kind` into `folder` and returns it. Equal arguments give equal weights."""
+    """Writes a checkpoint of the kind `kind` into `folder` and returns it. Equal arguments give equal weights."""
     tokenizer = tiny_tokenizer(folder)
     settings = {**_SMALL, **_EXTRA.get(kind, {}), "vocab_size": len(tokenizer), **config}
+    for name in _NOT_SETTABLE.get(kind, ()):
+        settings.pop(name)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(_ARCHITECTURE.get(kind, kind), **settings), dtype=dtype)
     model.save_pretrained(folder)
     return folder
