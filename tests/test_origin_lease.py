@@ -102,7 +102,7 @@ class World:
     orphans=st.sampled_from([None, *SPECS]),
 )
 def test_no_manifest_names_a_block_that_is_gone(monkeypatch, begun, actions, schedule, kill_at, orphans):
-    """Whatever publishes, removes, collects, copies, repairs or dies in whatever order, every document that is there is whole."""
+    """Whatever publishes, removes, collects, copies, repairs or dies in whatever order: every document is whole."""
     with in_order(monkeypatch):
         world = World(schedule, kill_at)
         if orphans:
@@ -205,3 +205,25 @@ def test_leases_hold_what_format_says():
     (key,) = keys(store)
     assert b"KVCDNL1\n" + b"".join(addresses) == store.read(key)
     assert set(addresses) == read_lease(store.read(key), key)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_publisher_that_begins_in_mid_sweep(monkeypatch, waits):
+    """It waits, and makes anew what goes; one that did not wait would name blocks that are gone."""
+    if not waits:
+        monkeypatch.setattr(Lease, "blocked", lambda self: False)
+    store = MemoryStore()
+    library = Library(store)
+    library.write_blocks((1, 2))
+    publisher = library.steps((1, 2))
+    said = []
+
+    def listen(operation: str, key: str) -> None:
+        if operation == "delete" and "/blocks/" in key and not said:
+            said.extend(next(publisher, "") for _ in range(6))
+
+    with in_order(monkeypatch):
+        collect_garbage(Watched(store, listen), now=time.time() + LATER)
+    assert ("waiting" in said) == waits
+    list(publisher)
+    assert ([] if waits else ["block-missing"] * 2) == [str(problem.kind) for problem in check_origin(store).problems]
