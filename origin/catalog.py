@@ -15,6 +15,9 @@ from kvcdn.store import BlobInfo, BlobStore
 
 _DIGITS = "0123456789abcdef"
 
+_PATIENCE = 10_000
+"""Objects of one model that are listed before the rest is jumped over: listing so many costs about what the jump does."""
+
 _READERS = 8
 """Manifests read at once: they are small, so that a distant store is all waiting."""
 
@@ -46,27 +49,26 @@ class Listed:
 def model_tags(store: BlobStore) -> Iterator[ModelTag]:
     """The models that have objects at `store`, in order, without listing all of them.
 
-    A store lists by prefix and from the first key on. So the first key that begins with a digit tells one tag, and the next
-    tags begin with some digits of that one and a greater digit: at most 480 questions a tag, where a model may have
-    millions of objects.
+    A store lists by prefix and from the first key on. Where a model has many objects, the rest of them is jumped over: the
+    next tag begins with some digits of this one and then a greater digit, which makes at most 480 questions.
     """
     yield from _tags(store, "")
 
 
 def _tags(store: BlobStore, start: str) -> Iterator[ModelTag]:
-    first = next(iter(store.list(f"v1/{start}")), None)
-    if first is None:
-        return
-    name = first.key.split("/")[1]
-    tag = ModelTag.read(name)
-    if tag is None:  # not a model's: it may stand before others that are
-        for digit in _DIGITS if len(start) < 2 * ModelTag.SIZE else "":
-            yield from _tags(store, start + digit)
-        return
-    yield tag
-    for position in reversed(range(len(start), len(name))):
-        for digit in _DIGITS[_DIGITS.index(name[position]) + 1 :]:
-            yield from _tags(store, name[:position] + digit)
+    name, seen = "", 0
+    for info in store.list(f"v1/{start}"):
+        seen += 1
+        found = info.key.split("/")[1]
+        tag = ModelTag.read(found)
+        if tag is not None and found != name:
+            name, seen = found, 0
+            yield tag
+        if name == found and seen >= _PATIENCE:
+            for position in reversed(range(len(start), len(name))):
+                for digit in _DIGITS[_DIGITS.index(name[position]) + 1 :]:
+                    yield from _tags(store, name[:position] + digit)
+            return
 
 
 def manifest_infos(store: BlobStore, tag: ModelTag, start: str = "") -> Iterator[BlobInfo]:

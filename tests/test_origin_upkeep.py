@@ -148,8 +148,11 @@ def _worked(one):
 # -- the catalog -------------------------------------------------------------------------------------------------------
 
 
-def test_models_are_found_without_listing_everything(library):
-    """Every tag, in order, whatever else lies there."""
+@pytest.mark.parametrize("patience", [0, 1, 10_000])
+def test_models_are_found_without_listing_everything(here, monkeypatch, patience):
+    """Every tag, in order, whatever else lies there, whether or not the rest of a model is jumped over."""
+    monkeypatch.setattr("kvcdn.origin.catalog._PATIENCE", patience)
+    library = here
     libraries = [Library(library.store, model=small_model(n), key=library.key) for n in range(5)]
     for one in libraries:
         one.publish((1,))
@@ -297,7 +300,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+FAULTS_AT = [("memory", fault) for fault in FAULTS] + [("folder", "a block's header"), ("s3", "a missing block")]
+
+
+@pytest.mark.parametrize(("library", "fault"), FAULTS_AT, indirect=["library"])
 def test_damage_is_found_by_kind_and_mended_by_removing(library, fault):
     """The object and the kind; afterwards all is whole, the other document too, and publishing makes anew what is gone."""
     part, change, kind, code = FAULTS[fault]

@@ -32,7 +32,6 @@ class _Handler(BaseHTTPRequestHandler):
     skew: float
     protocol_version = "HTTP/1.1"
     timeout = 15
-    wbufsize = -1  # headers and body in one packet
 
     def log_message(self, *_: object) -> None:
         pass
@@ -88,4 +87,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-        self.wfile.flush()
