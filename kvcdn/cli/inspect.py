@@ -64,7 +64,8 @@ def inspect_object(
 def _find_key(store: BlobStore, target: str) -> str:
     if target.startswith("v1/"):
         return target
-    found = [info.key for info in store.list("v1/") if info.key.rsplit("/", 1)[-1].startswith(target)] if target else []
+    keys = (info.key for info in store.list("v1/") if "/manifests/" in info.key or "/blocks/" in info.key)
+    found = [key for key in keys if key.rsplit("/", 1)[-1].startswith(target)] if target else []
     if len(found) == 1:
         return found[0]
     what = "no object" if not found else f"{len(found)} objects"
