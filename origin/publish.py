@@ -22,6 +22,7 @@ from kvcdn.manifest import MAX_BLOCKS, BlockEntry, Manifest, open_manifest
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
 from kvcdn.model.speed import remember_prefill
+from kvcdn.origin.lease import Lease
 from kvcdn.seal import ObjectKeys
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
@@ -104,25 +105,27 @@ class Publisher:
         existing = run.existing_manifest()
         if existing is not None and run.is_complete():
             return run.result("exists", self._namespace, existing)
-        entries = run.write_blocks(token_ids)
         key = manifest_key(names.model.tag, names.manifest_address)
-        if existing is not None:
-            # Somebody removed blocks under it. The new ones have other salts, sizes and etags: so the manifest is made anew.
-            self._store.delete(key)
-        manifest = Manifest(
-            address=names.manifest_address,
-            fingerprint=names.model.fingerprint,
-            model_name=names.model.name,
-            layout=names.model.layout,
-            precision=names.model.precision,
-            tokens=names.tokens,
-            blocks=tuple(entries),
-            created=int(time.time()),
-            expires=expires,
-            label=label,
-            producer=self.loaded.producer,
-        )
-        self._store.create(key, [manifest.seal(self._key)])
+        with Lease(self._store, names.model.tag, [block.address for block in names.blocks]) as lease:
+            entries = run.write_blocks(token_ids)
+            if existing is not None:
+                # Somebody removed blocks under it. The new ones have other salts, sizes and etags: the manifest is made anew.
+                self._store.delete(key)
+            manifest = Manifest(
+                address=names.manifest_address,
+                fingerprint=names.model.fingerprint,
+                model_name=names.model.name,
+                layout=names.model.layout,
+                precision=names.model.precision,
+                tokens=names.tokens,
+                blocks=tuple(entries),
+                created=int(time.time()),
+                expires=expires,
+                label=label,
+                producer=self.loaded.producer,
+            )
+            lease.require()
+            self._store.create(key, [manifest.seal(self._key)])
         return run.result("published" if existing is None else "repaired", self._namespace, manifest)
 
     def _names(self, token_ids: Sequence[int]) -> PrefixNames:

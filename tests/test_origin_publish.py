@@ -10,6 +10,7 @@ from kvcdn.manifest import open_manifest
 from kvcdn.model.load import load_model
 from kvcdn.model.tokens import encode_text
 from kvcdn.origin.estimate import estimate_publish
+from kvcdn.origin.lease import read_lease
 from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
@@ -29,7 +30,7 @@ def token_ids(loaded):
 
 
 class Interrupted(MemoryStore):
-    """A store whose writes fail after the first `allowed`, and that remembers the order of its keys."""
+    """A store whose writes fail after the first `allowed`, and that remembers the order of its keys. Leases do not count."""
 
     def __init__(self, allowed: int) -> None:
         super().__init__()
@@ -37,6 +38,8 @@ class Interrupted(MemoryStore):
         self.created: list[str] = []
 
     def create(self, key, pieces):
+        if "/leases/" in key:
+            return super().create(key, pieces)
         if len(self.created) >= self.allowed:
             raise UnavailableError("the disk is full")
         self.created.append(key)
@@ -69,6 +72,27 @@ def test_a_second_run_uploads_nothing(loaded, token_ids):
     assert ("published", "exists") == (first.status, second.status)
     assert (0, 0, 0) == (second.blocks_uploaded, second.uploaded_bytes, second.tokens_computed)
     assert before == everything(store)
+
+
+def test_a_lease_lists_all_blocks_until_the_manifest_is_there(loaded, token_ids):
+    """Whoever deletes meanwhile knows what this run relies on; afterwards no lease is left, also where publishing fails."""
+    store = Interrupted(allowed=100)
+    create, held = store.create, []
+
+    def watched(key, pieces):
+        held.append([read_lease(store.read(info.key), info.key) for info in store.list("v1/") if "/leases/" in info.key])
+        return create(key, pieces)
+
+    store.create = watched
+    Publisher(loaded, store, SigningKey.generate()).publish(token_ids)
+    names = PrefixNames.of(loaded.identity, Namespace.public(), token_ids)
+    addresses = {name.address for name in names.blocks}
+    assert [[], *[[addresses]] * 4] == held
+    assert [] == [key for key in everything(store) if "/leases/" in key]
+    store = Interrupted(allowed=1)
+    with pytest.raises(UnavailableError):
+        Publisher(loaded, store, SigningKey.generate()).publish(token_ids)
+    assert [] == [key for key in everything(store) if "/leases/" in key]
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""`kvcdn inspect` and `kvcdn ls`: what lies at an origin, as far as it shows without keys."""
+"""`kvcdn inspect`: what one object is, as far as it shows without keys."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcdn.cli.options import AsJson, Endpoint, Origin, TrustFile, open_origin, trust_list
-from kvcdn.cli.output import note, print_json, print_pairs, print_table, size
-from kvcdn.errors import CorruptError, IntegrityError, NotFoundError
+from kvcdn.cli.output import print_json, print_pairs, size
+from kvcdn.errors import CorruptError, NotFoundError
 
 if TYPE_CHECKING:
     from kvcdn.block import BlockHeader
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvcdn.signing import TrustList
     from kvcdn.store import BlobStore
 
-_SHORT = 12
+SHORT = 12
 """Digits of an address in a table."""
 
 
@@ -51,7 +51,7 @@ def inspect_object(
         if total > MAX_MANIFEST_BYTES:
             raise CorruptError(f"{where}: {total} bytes are more than a manifest can have")
         manifest = open_manifest(data, where)
-        described = _describe_manifest(manifest, trusted)
+        described = describe_manifest(manifest, trusted)
         described["block_addresses"] = [str(block.address) for block in manifest.blocks]
     else:
         described = _describe_block(open_header(data, where), total, trusted)
@@ -61,52 +61,11 @@ def inspect_object(
         print_pairs([("object", where), *((key.replace("_", " "), _shown(key, value)) for key, value in described.items())])
 
 
-def list_documents(
-    origin: Origin = None,
-    endpoint: Endpoint = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="Only documents of this model's name or tag.")] = None,
-    trust: TrustFile = None,
-    *,
-    as_json: AsJson = False,
-) -> None:
-    """List what is published at an origin. Texts cannot be told from it; labels, where publishers set them, can."""
-    from kvcdn.manifest import MAX_MANIFEST_BYTES, open_manifest  # noqa: PLC0415 - see kvcdn.cli
-
-    store, trusted = open_origin(origin, endpoint), trust_list(trust)
-    documents = []
-    for info in store.list("v1/"):
-        if "/manifests/" in info.key:
-            try:
-                manifest = open_manifest(store.read(info.key, 0, MAX_MANIFEST_BYTES + 1), info.key)
-            except (IntegrityError, NotFoundError) as error:
-                note(f"kvcdn: {error}")
-                continue
-            if model in (None, manifest.model_name, str(manifest.tag)):
-                documents.append(_describe_manifest(manifest, trusted))
-    if as_json:
-        print_json({"origin": store.url, "documents": documents})
-    elif documents:
-        rows = [
-            [
-                str(entry["address"])[:_SHORT],
-                str(entry["model"]),
-                f"{entry['tokens']:,}",
-                size(entry["stored_bytes"]),
-                _day(entry["created"]),
-                "yes" if entry["trusted"] else "no",
-                str(entry["label"]),
-            ]
-            for entry in documents
-        ]
-        print_table(["ADDRESS", "MODEL", "TOKENS", "STORED", "CREATED", "TRUSTED", "LABEL"], rows)
-    else:
-        note(f"nothing is published at {store.url}" + (f" for {model}" if model else ""))
-
-
 def _find_key(store: BlobStore, target: str) -> str:
     if target.startswith("v1/"):
         return target
-    found = [info.key for info in store.list("v1/") if info.key.rsplit("/", 1)[-1].startswith(target)] if target else []
+    keys = (info.key for info in store.list("v1/") if "/manifests/" in info.key or "/blocks/" in info.key)
+    found = [key for key in keys if key.rsplit("/", 1)[-1].startswith(target)] if target else []
     if len(found) == 1:
         return found[0]
     what = "no object" if not found else f"{len(found)} objects"
@@ -115,7 +74,8 @@ def _find_key(store: BlobStore, target: str) -> str:
     )
 
 
-def _describe_manifest(manifest: Manifest, trust: TrustList) -> dict[str, Any]:
+def describe_manifest(manifest: Manifest, trust: TrustList) -> dict[str, Any]:
+    """What a manifest says, in the words of --json."""
     return {
         "type": "manifest",
         "address": str(manifest.address),
@@ -160,15 +120,16 @@ def _shown(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
         return f"{size(value)} ({value:,})"
     if key in ("created", "expires"):
-        return "-" if value is None else _day(value)
+        return "-" if value is None else day(value)
     if isinstance(value, dict):
         return ", ".join(f"{name} {item}" for name, item in value.items())
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(str(item)[:_SHORT] for item in value)
+        return ", ".join(str(item)[:SHORT] for item in value)
     return f"{value:,}" if isinstance(value, int) else str(value) or "-"
 
 
-def _day(unix: int) -> str:
+def day(unix: int) -> str:
+    """A date, in UTC."""
     return time.strftime("%Y-%m-%d", time.gmtime(unix))

@@ -8,7 +8,22 @@ from typing import Annotated
 import typer
 
 from kvcdn import __version__
-from kvcdn.cli import ask, bench, demo, economics, edge, inspect, keygen, publish, verify
+from kvcdn.cli import (
+    ask,
+    bench,
+    copy,
+    demo,
+    doctor,
+    economics,
+    edge,
+    inspect,
+    keygen,
+    listing,
+    publish,
+    remove,
+    upkeep,
+    verify,
+)
 from kvcdn.cli.output import print_error
 from kvcdn.errors import KvcdnError, UsageError
 
@@ -29,7 +44,13 @@ app.command()(edge.edge)
 app.command()(ask.ask)
 app.command()(verify.verify)
 app.command("inspect")(inspect.inspect_object)
-app.command("ls")(inspect.list_documents)
+app.command("ls")(listing.list_documents)
+app.command("rm")(remove.remove)
+app.command()(remove.retire)
+app.command("cp")(copy.copy)
+app.command("gc")(upkeep.collect)
+app.command("fsck")(upkeep.check)
+app.command()(doctor.doctor)
 app.command()(keygen.keygen)
 app.command()(demo.demo)
 app.command()(economics.economics)

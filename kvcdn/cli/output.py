@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kvcdn.errors import KvcdnError
+
+TICK_SECONDS = 2.0
+"""Between two lines of progress: often enough to see that it goes on, seldom enough to read."""
 
 
 def print_json(value: Mapping[str, Any]) -> None:
@@ -26,6 +30,20 @@ def note(text: str) -> None:
     """A line beside the result."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def ticking() -> Callable[[str, int], None]:
+    """A progress for long runs: a line on standard error now and then, and none for what is quick."""
+    last = time.monotonic()
+
+    def tick(doing: str, count: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= TICK_SECONDS:
+            last = now
+            note(f"{count:,} {doing}")
+
+    return tick
 
 
 def print_error(error: KvcdnError, *, as_json: bool) -> None:

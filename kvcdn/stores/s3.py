@@ -117,8 +117,10 @@ class S3Store:
 
     def create(self, key: str, pieces: Sequence[bytes]) -> bool:
         # Spares the upload of what is there, and keeps a server that ignores If-None-Match from overwriting it.
-        if self.stat(key) is not None:
-            return False
+        return self.stat(key) is None and self.create_unseen(key, pieces)
+
+    def create_unseen(self, key: str, pieces: Sequence[bytes]) -> bool:
+        """As `create` without a look before: only the server keeps what is there. `kvcdn doctor` tries whether it does."""
         size = sum(map(len, pieces))
         for attempt in range(1, CONFLICT_ATTEMPTS + 1):
             with self._translated(f"writing {key} ({size:,} bytes)"):

@@ -1,0 +1,51 @@
+"""`kvcdn cp`: copy documents from one origin to another."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvcdn.cli.options import AsJson
+from kvcdn.cli.output import note, print_json, print_pairs, size, ticking
+from kvcdn.errors import CorruptError, KvcdnError
+
+
+def copy(
+    source: Annotated[str, typer.Argument(help="The origin to copy from: a folder or s3://bucket/prefix.")],
+    target: Annotated[str, typer.Argument(help="The origin to copy to: a folder or s3://bucket/prefix.")],
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Only this model: its name, tag or fingerprint.")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="S3 endpoint of the source, for a server that is not AWS.")] = None,
+    to_endpoint: Annotated[str | None, typer.Option(help="S3 endpoint of the target.")] = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Copy documents between origins: blocks first, the manifest last, every hash checked on the way, nothing overwritten.
+
+    Run it again to take up an interrupted copy, or to bring over what is new. Nothing is removed at the target. Credentials are
+    the same for both; a profile for one of them goes into its URL: s3://bucket/prefix?profile=NAME.
+    """
+    from kvcdn.origin.catalog import find_model  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.copy import copy_documents  # noqa: PLC0415
+    from kvcdn.stores import open_store  # noqa: PLC0415
+
+    from_store, to_store, progress = open_store(source, endpoint=endpoint), open_store(target, endpoint=to_endpoint), ticking()
+    tag = find_model(from_store, model, progress) if model is not None else None
+    copied = copy_documents(from_store, to_store, tag=tag, progress=progress)
+    if as_json:
+        print_json({"source": from_store.url, "target": to_store.url, **copied.to_json()})
+    else:
+        print_pairs(
+            [
+                ("copied", f"{copied.documents:,} documents, {copied.blocks:,} blocks, {size(copied.bytes)}"),
+                ("there", f"{copied.existed:,} documents, and {copied.blocks_existed:,} blocks of those copied"),
+            ]
+        )
+    for failure in (*copied.damaged, *copied.conflicts):
+        note(f"kvcdn: not copied: {failure['object']}: {failure['reason']}")
+    if copied.conflicts:
+        note("       publish these at the target: its blocks are others than the source's")
+    if copied.damaged:
+        raise typer.Exit(CorruptError.exit_code)
+    if copied.conflicts:
+        raise typer.Exit(KvcdnError.exit_code)

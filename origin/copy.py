@@ -1,0 +1,107 @@
+"""Copying documents from one origin to another: blocks first, manifests last, everything verified on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvcdn.digest import ModelTag
+from kvcdn.errors import CorruptError, NotFoundError
+from kvcdn.keys import block_key
+from kvcdn.manifest import Manifest
+from kvcdn.origin.catalog import Progress, manifest_infos, model_tags, read_manifests, silent
+from kvcdn.origin.lease import Lease
+from kvcdn.origin.whole import BlockState, read_block, read_header
+from kvcdn.store import BlobStore
+
+_AT_ONCE = 4
+"""Blocks on the way at once, each in memory: some 16 MB."""
+
+
+@dataclass
+class Copied:
+    """What a copy did. Documents that `existed` were there whole.
+
+    `conflicts` are documents that could not be copied because the target holds another object under the name of one of
+    their blocks (somebody published there too); `damaged` are those of which the source lacks a block or has a corrupt one.
+    """
+
+    documents: int = 0
+    existed: int = 0
+    blocks: int = 0
+    blocks_existed: int = 0
+    bytes: int = 0
+    conflicts: list[dict[str, str]] = field(default_factory=list)
+    damaged: list[dict[str, str]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Conflict(Exception):  # noqa: N818 - not an error of the tree: it ends one document, not the copy
+    """The target has another block under this name."""
+
+
+def copy_documents(source: BlobStore, target: BlobStore, *, tag: ModelTag | None = None, progress: Progress = silent) -> Copied:
+    """Copies every document of `source`, or those of one model, that `target` lacks.
+
+    What exists at the target is never overwritten, so a copy that was interrupted goes on where it ended. A document that
+    cannot be copied does not stop the others. Raises what the stores raise; UsageError where the source cannot be listed.
+    """
+    copied = Copied()
+    tags: Iterable[ModelTag] = [tag] if tag else model_tags(source)
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvcdn-copy") as pool:
+        for each in tags:
+            for listed in read_manifests(source, manifest_infos(source, each)):
+                key = listed.info.key
+                try:
+                    if listed.manifest is None:
+                        raise listed.problem or CorruptError(f"{key}: cannot be read")
+                    _Copy(source, target, pool, copied).copy(key, listed.manifest, listed.data)
+                except _Conflict as conflict:
+                    copied.conflicts.append({"object": key, "reason": str(conflict)})
+                except (CorruptError, NotFoundError) as error:
+                    if source.stat(key) is not None:  # else it was removed while we copied it
+                        copied.damaged.append({"object": key, "reason": str(error)})
+                done = copied.documents + copied.existed + len(copied.conflicts) + len(copied.damaged)
+                progress("documents copied or there", done)
+    return copied
+
+
+class _Copy:
+    """Copies one document after another."""
+
+    def __init__(self, source: BlobStore, target: BlobStore, pool: ThreadPoolExecutor, copied: Copied) -> None:
+        self._source = source
+        self._target = target
+        self._pool = pool
+        self._copied = copied
+
+    def copy(self, key: str, manifest: Manifest, data: bytes) -> None:
+        """Copies the document of `manifest` unless the target has it: a manifest that exists is complete."""
+        if self._target.stat(key) is not None:
+            self._copied.existed += 1
+            return
+        with Lease(self._target, manifest.tag, [block.address for block in manifest.blocks]) as lease:
+            for start in range(0, len(manifest.blocks), _AT_ONCE):
+                group = range(start, min(start + _AT_ONCE, len(manifest.blocks)))
+                for size in self._pool.map(lambda index: self._block(manifest, index), group):
+                    self._copied.blocks += size > 0
+                    self._copied.blocks_existed += size == 0
+                    self._copied.bytes += size
+            lease.require()
+            self._target.create(key, [data])
+        self._copied.documents += 1
+
+    def _block(self, manifest: Manifest, index: int) -> int:
+        """Brings one block to the target; its size, or 0 where it was there."""
+        key = block_key(manifest.tag, manifest.blocks[index].address)
+        if self._target.stat(key) is None:
+            data = read_block(self._source, key, manifest, index)
+            if self._target.create(key, [data]):
+                return len(data)
+        if BlockState.of(read_header(self._target, key)) != BlockState.expected(manifest, index):
+            raise _Conflict(f"{self._target.url} holds another object as {key}")
+        return 0
