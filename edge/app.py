@@ -140,6 +140,7 @@ class Edge:
             result = await match_chain(asked.keys, self._presence)
         except UnavailableError as error:
             return PlainResponse.line(note, 504, str(error), {})
+        self._cache.announce(asked.keys[: len(result.sizes)])
         detail = {} if result.complete else {"Cache-Status": cache_status(CacheOutcome.HIT, Reason.ORIGIN_UNAVAILABLE)}
         note = Note("match", f"{len(result.sizes)} of {len(asked.keys)} blocks")
         return PlainResponse(note, 200, {**_JSON, **detail}, result.encode())

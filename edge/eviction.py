@@ -1,42 +1,48 @@
 """Eviction: which objects leave when room is needed. Pure accounting: it returns victims, storage deletes them.
 
 Everything runs in one thread, between two awaits, so that used, reserved and the cap always agree: used + reserved never
-exceeds the capacity, except after `add`, which records what a restart found, until `trim`.
+exceeds the capacity, except after `add`, which records what a restart found, until `trim`. Which object is worth least is
+for `ranking` to say. Seconds are the caller's clock, which never goes back.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
+from collections.abc import Sequence
+
+from kvcdn.edge.ranking import Ranking
 
 CHARGE_UNIT_BYTES = 4096
-"""Objects are charged in whole disk blocks: a small manifest takes one."""
+"""Objects are charged in whole disk blocks: the smallest manifest takes one."""
 
 
 def charge(size: int) -> int:
     """Bytes of disk that an object of `size` bytes is charged for."""
-    return -(-size // CHARGE_UNIT_BYTES) * CHARGE_UNIT_BYTES
+    return max(-(-size // CHARGE_UNIT_BYTES), 1) * CHARGE_UNIT_BYTES
 
 
-class LruEviction:
-    """Least recently used first, by bytes, under a hard cap."""
+class Eviction:
+    """Least worth first, by bytes, under a hard cap."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.used = 0
         self.reserved = 0
-        self._charges: OrderedDict[str, int] = OrderedDict()
+        self._ranking = Ranking()
+
+    @property
+    def used(self) -> int:
+        """Bytes charged for objects."""
+        return self._ranking.total
 
     def __len__(self) -> int:
-        return len(self._charges)
+        return self._ranking.stored
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._charges
+    def __contains__(self, key: str) -> bool:
+        return self._ranking.size(key) > 0
 
     def add(self, key: str, size: int) -> None:
-        """Records an object that is there already, as the most recently used."""
-        self.remove(key)
-        self._charges[key] = charge(size)
-        self.used += self._charges[key]
+        """Records an object that is there already, as used just now, but so that its next use counts as one."""
+        self._ranking.store(key, charge(size), -math.inf)
 
     def trim(self) -> list[str]:
         """Victims whose going brings what is used under the cap."""
@@ -54,10 +60,10 @@ class LruEviction:
         self.reserved += room
         return victims
 
-    def commit(self, key: str, size: int) -> None:
+    def commit(self, key: str, size: int, seconds: float) -> None:
         """Turns a reservation into an object."""
         self.release(size)
-        self.add(key, size)
+        self._ranking.store(key, charge(size), seconds)
 
     def release(self, size: int) -> None:
         """Gives a reservation back."""
@@ -68,24 +74,23 @@ class LruEviction:
         goal = max(self.used - charge(size), 0)
         victims = []
         while self.used > goal:
-            victims.append(self._pop())
+            victims.append(self._ranking.pop())
         return victims
 
-    def touch(self, key: str) -> None:
-        """Records a use."""
-        self._charges.move_to_end(key)
+    def touch(self, key: str, seconds: float) -> None:
+        """Records that an object is read."""
+        self._ranking.touch(key, seconds)
+
+    def visit(self, keys: Sequence[str]) -> None:
+        """Records that a chain is looked up, which will be read in this order, whether its objects are here already or not."""
+        self._ranking.visit(keys)
 
     def remove(self, key: str) -> None:
         """Forgets an object, if it is known."""
-        self.used -= self._charges.pop(key, 0)
+        self._ranking.leave(key)
 
     def _evict(self, room: int) -> list[str]:
         victims = []
-        while self.used + self.reserved + room > self.capacity and self._charges:
-            victims.append(self._pop())
+        while self.used and self.used + self.reserved + room > self.capacity:
+            victims.append(self._ranking.pop())
         return victims
-
-    def _pop(self) -> str:
-        key, size = self._charges.popitem(last=False)
-        self.used -= size
-        return key

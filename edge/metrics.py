@@ -38,6 +38,11 @@ class Metrics:
         self.fills = Counter("kvcdn_edge_fills", "Fills ended, by how.", ["outcome"], registry=self.registry)
         self.fills_running = Gauge("kvcdn_edge_fills_running", "Fills under way or waiting.", registry=self.registry)
 
+        self.scrubbed = Counter(
+            "kvcdn_edge_scrubbed_objects", "Cached files read again, by what was found.", ["finding"], registry=self.registry
+        )
+        self.scrubbed_bytes = Counter("kvcdn_edge_scrubbed_bytes", "Bytes read again.", registry=self.registry)
+
     def watch(self, cache: DiskCache) -> None:
         """Shows the state of `cache` besides."""
         self.registry.register(_CacheCollector(cache))

@@ -23,6 +23,7 @@ from kvcdn.edge.guard import Guard
 from kvcdn.edge.logs import logging_to_stderr
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.presence import Presence
+from kvcdn.edge.scrub import Scrub
 from kvcdn.edge.settings import EdgeSettings
 from kvcdn.edge.storage import DiskCache
 from kvcdn.errors import UnavailableError, UsageError
@@ -89,7 +90,9 @@ async def serving(settings: EdgeSettings, store: BlobStore) -> AsyncIterator[Ser
         runner = web.ServerRunner(_server(settings, edge, metrics), shutdown_timeout=settings.shutdown_seconds)
         await runner.setup()
         try:
-            yield ServingEdge(await _listen(settings, runner), cache, metrics)
+            url = await _listen(settings, runner)
+            async with Scrub(cache, trust, metrics, settings.scrub_bytes_per_second).running():
+                yield ServingEdge(url, cache, metrics)
         finally:
             await runner.cleanup()
             await fetcher.stop()

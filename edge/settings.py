@@ -24,6 +24,9 @@ MIN_CAPACITY_BYTES = 1 << 20
 
 MAX_CAPACITY_BYTES = 1 << 60
 
+MAX_SCRUB_BYTES_PER_SECOND = 10 * 1000**3
+"""More than any disk reads."""
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
@@ -102,6 +105,9 @@ class EdgeSettings(BaseSettings):
     )
     capacity: Annotated[int, BeforeValidator(parse_size), AfterValidator(_checked_capacity)] = Field(
         default=20 * 1000**3, description="Hard cap of the cache on disk, in bytes or with a unit: 200GB, 180GiB."
+    )
+    scrub_bytes_per_second: Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MAX_SCRUB_BYTES_PER_SECOND)] = Field(
+        default=10 * 1000**2, description="How fast cached files are read again and checked, over and over. 0 does without."
     )
     listen: Annotated[str, AfterValidator(_checked_listen)] = Field(
         default="127.0.0.1:8400", description="HOST:PORT to listen on. Port 0 takes a free one."

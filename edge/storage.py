@@ -32,7 +32,7 @@ from pathlib import Path
 from threading import Lock
 
 from kvcdn.digest import Digest, ModelTag
-from kvcdn.edge.eviction import LruEviction
+from kvcdn.edge.eviction import Eviction
 from kvcdn.edge.target import Kind, ObjectName
 from kvcdn.errors import UnavailableError, UsageError
 
@@ -112,7 +112,7 @@ class DiskCache:
         Raises UsageError where another edge uses it, UnavailableError where the disk refuses.
         """
         self._folder = folder.expanduser().absolute()
-        self._eviction = LruEviction(capacity)
+        self._eviction = Eviction(capacity)
         self._entries: dict[str, Entry] = {}
         self._departed = Departed()
         self.evicted = 0
@@ -155,8 +155,19 @@ class DiskCache:
         entry = self._entries.get(key)
         return None if entry is None else entry.size
 
+    def snapshot(self) -> list[str]:
+        """The keys of all cached objects, as of now."""
+        return list(self._entries)
+
     def open(self, key: str) -> OpenEntry | None:
-        """Opens a cached object, which counts as a use; None where there is none, or none any more.
+        """Opens a cached object, which counts as a use. Otherwise as `peek`."""
+        opened = self.peek(key)
+        if opened is not None:
+            self._eviction.touch(key, time.monotonic())
+        return opened
+
+    def peek(self, key: str) -> OpenEntry | None:
+        """Opens a cached object; None where there is none, or none any more.
 
         A file that vanished or has another size than it should is forgotten: the caller fills again. Raises OSError where
         the process has no file descriptors left.
@@ -173,8 +184,11 @@ class DiskCache:
             file.close()
             self.drop(key, entry, "its size changed on disk")
             return None
-        self._eviction.touch(key)
         return OpenEntry(file, entry)
+
+    def announce(self, keys: Sequence[str]) -> None:
+        """Notes that a chain of objects was looked up and will be asked for, in this order: what eviction learns from."""
+        self._eviction.visit(keys)
 
     def drop(self, key: str, entry: Entry, reason: str) -> None:
         """Forgets and deletes an object that must not be served; does nothing where the index holds a newer file."""
@@ -203,7 +217,7 @@ class DiskCache:
 
     def commit(self, room: Room, etag: str) -> None:
         """Adds the object that now lies, complete, in its room."""
-        self._eviction.commit(room.name.key, room.size)
+        self._eviction.commit(room.name.key, room.size, time.monotonic())
         old = self._entries.pop(room.name.key, None)
         self._entries[room.name.key] = Entry(room.final, room.size, time.time(), etag)
         if old is not None:

@@ -9,6 +9,7 @@ import typer
 
 from kvcdn.cli.options import AsJson, Device
 from kvcdn.cli.output import note, print_json, print_table, print_text, size
+from kvcdn.errors import UsageError
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -46,3 +47,46 @@ def ttft(
     bits = "bit-identical" if result["bit_identical"] else "NOT bit-identical"
     wire = f"{size(result['wire_bytes'])} on the wire ({result['wire_ratio']:.3f})"
     print_text(f"\n{size(result['raw_bytes'])} raw, {wire}, {bits}, {result['over_floor']:.2f} x the floor")
+
+
+@app.command()
+def eviction(
+    trace: Annotated[Path, typer.Option(help="JSON lines with hash_ids, a prompt's prefix blocks; .gz is read as well.")],
+    capacity: Annotated[str, typer.Option(help="Cache sizes, in percent of the trace's distinct blocks.")] = "1,5,20,50",
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Share of blocks that hit, counted from each prompt's beginning, by eviction policy and cache size; simulated."""
+    from kvcdn.cli.bench_eviction import compare, simulate  # noqa: PLC0415 - see kvcdn.cli
+
+    rows = []
+    for row in simulate(trace, _percentages(capacity)):
+        note(f"{row['capacity']:g} % {row['policy']}: {row['byte_hit']:.4f} in {row['seconds']:.1f} s")
+        rows.append(row)
+    compared = compare(rows)
+    if as_json:
+        print_json({"rows": rows, "compared": compared})
+        return
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    hits = {(row["capacity"], row["policy"]): f"{row['byte_hit']:.4f}" for row in rows}
+    print_table(
+        ["CAPACITY", *(policy.upper() for policy in policies), "GAP CLOSED"],
+        [
+            [f"{one['capacity']:g} %", *(hits[one["capacity"], policy] for policy in policies), _share(one["gap_closed"])]
+            for one in compared
+        ],
+    )
+
+
+def _percentages(text: str) -> list[float]:
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value <= 100 for value in values) or len(set(values)) < len(values):  # noqa: PLR2004 - percent
+        raise UsageError(f"--capacity {text} is not a list of percentages", hint="such as 1,5,20,50")
+    return [int(value) if value.is_integer() else value for value in values]
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
