@@ -162,7 +162,7 @@ def test_keygen_makes_a_key_once_and_trusts_others(tmp_path):
 
 
 def unsupported(folder):
-    tiny_checkpoint(folder, "gemma3_text")
+    tiny_checkpoint(folder, "mamba")
 
 
 def pickled(folder):
@@ -184,7 +184,7 @@ MODELS = {
     "a folder that is no checkpoint": (not_a_model, 2, "config.json"),
     "a checkpoint without weights": (config_only, 3, "no model.safetensors"),
     "pickled weights": (pickled, 2, "not safetensors"),
-    "an unsupported kind": (unsupported, 2, "DynamicSlidingWindowLayer"),
+    "an unsupported kind": (unsupported, 2, "LinearAttention"),
 }
 
 
