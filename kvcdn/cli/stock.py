@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcdn.client.client import FirstTokenClock
+from kvcdn.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -36,6 +37,20 @@ def stock_answer(client: Client, document: str, question: str, tokens: int) -> S
 def floor_answer(client: Client, token_ids: tuple[int, ...], cache: Cache, tokens: int) -> StockAnswer:
     """Generates from a KV cache that is in memory already: no kvcdn, no prefill, no tokenising. Uses the cache up."""
     return _generate(client, token_ids, cache, tokens, time.perf_counter())
+
+
+def scheduled_answer(client: Client, document_tokens: int, document: str, question: str, tokens: int) -> StockAnswer:
+    """Prefills the document here on the publisher's schedule and generates from that: what a loaded cache must equal."""
+    from kvcdn.model.prefill import ScheduledPrefill  # noqa: PLC0415 - see kvcdn.cli
+
+    if client.loaded is None:
+        raise UnsupportedModelError("this model's cache is not supported")
+    started = time.perf_counter()
+    token_ids = client.question(document, question).token_ids
+    prefill = ScheduledPrefill(client.model, client.loaded.identity.layout, len(token_ids) + tokens)
+    for _ in prefill.run(token_ids[:document_tokens]):
+        pass
+    return _generate(client, token_ids, prefill.cache, tokens, started)
 
 
 def _generate(client: Client, token_ids: tuple[int, ...], cache: Cache | None, tokens: int, started: float) -> StockAnswer:
