@@ -11,37 +11,30 @@ word from the library. A failure of any kind is a miss with a reason, and the mo
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.match import PublishedPrefix, find_published
-from kvcdn.client.report import MissReason, Report
-from kvcdn.client.transport import EdgeSource, Source, StoreSource
-from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
+from kvcdn.client.attempt import Attempt, Supply
+from kvcdn.client.generation import FirstTokenClock, refuse_what_we_own
+from kvcdn.client.report import Report
+from kvcdn.client.sources import open_source
+from kvcdn.client.transport import Source
+from kvcdn.errors import KvcdnError, UnsupportedModelError
 from kvcdn.keyring import load_namespace, load_trust
-from kvcdn.keys import Chain, Namespace
-from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument
+from kvcdn.keys import Namespace
+from kvcdn.model.cache import cache_argument
 from kvcdn.model.checkpoint import Checkpoint
 from kvcdn.model.load import LoadedModel, bind_model, load_transformers
-from kvcdn.model.speed import prefill_speed, remember_prefill
+from kvcdn.model.speed import remember_prefill
 from kvcdn.model.tokens import Messages, Prompt, encode_chat, encode_text
 from kvcdn.signing import TrustList
-from kvcdn.stores import open_store
 
 PromptLike = str | Messages | Prompt
 """Plain text, chat messages, or tokens with boundaries (`Prompt`)."""
-
-
-def open_source(url: str, *, endpoint: str | None = None, token: str | None = None) -> Source:
-    """A source of blocks: an edge (`http://...`), or an origin read directly (a folder, `s3://...`). Raises UsageError."""
-    if url.startswith(("http://", "https://")):
-        return EdgeSource(url, token)
-    return StoreSource(open_store(url, endpoint=endpoint, token=token))
 
 
 @dataclass
@@ -67,18 +60,6 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     report: Report
-
-
-@dataclass
-class _Attempt:
-    """One prompt on its way: its tokens, what is published of them, and the fetch, if there is one."""
-
-    prompt: Prompt
-    report: Report
-    published: PublishedPrefix = field(default_factory=lambda: PublishedPrefix(()))
-    fetch: PrefixFetch | None = None
-    length: int = 0
-    """Leading tokens the cache holds, or will hold."""
 
 
 class Client:
@@ -163,163 +144,56 @@ class Client:
 
     def prepare(self, prompt: PromptLike) -> Prepared:
         """Inputs for your own call of `model.generate`, complete and verified when this returns."""
-        attempt = self._start(self.encode(prompt), time.perf_counter())
-        return self._prepared(attempt, self._complete_cache(attempt))
+        started = time.perf_counter()
+        encoded = self.encode(prompt)
+        report, attempt = self._attempt(encoded, started)
+        return self._prepared(encoded, report, None if attempt is None else attempt.complete_cache())
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
-        _refuse_what_we_own(options, self.model)
-        attempt = self._start(prompt, started)
+        refuse_what_we_own(options, self.model)
+        report, attempt = self._attempt(prompt, started)
         clock = FirstTokenClock()
         options = {**options, "stopping_criteria": [*options.get("stopping_criteria", ()), clock]}
         try:
             with torch.inference_mode():
-                output = self._run(attempt, clock, options)
+                output = self._run(prompt, report, attempt, clock, options)
         finally:
-            if attempt.fetch is not None:
-                attempt.fetch.close()
-        attempt.report.seconds["first_token"] = clock.at - started
-        attempt.report.seconds["total"] = time.perf_counter() - started
+            if attempt is not None:
+                attempt.close()
+        report.seconds["first_token"] = clock.at - started
+        report.seconds["total"] = time.perf_counter() - started
         new = tuple(int(token) for token in output[0, len(prompt.token_ids) :])
-        return Answer(self.tokenizer.decode(new, skip_special_tokens=True), new, attempt.report)
+        return Answer(self.tokenizer.decode(new, skip_special_tokens=True), new, report)
 
-    def _run(self, attempt: _Attempt, clock: FirstTokenClock, options: dict[str, Any]) -> torch.Tensor:
+    def _run(
+        self, prompt: Prompt, report: Report, attempt: Attempt | None, clock: FirstTokenClock, options: dict[str, Any]
+    ) -> torch.Tensor:
         """Generates while the cache is still arriving; where it does not arrive, again from what did, or from nothing."""
-        if attempt.fetch is not None and "streamer" not in options:
+        if attempt is not None and attempt.fetch is not None and "streamer" not in options:
             try:
-                attempt.fetch.wait_until_overlap_pays()
-                streaming = build_cache(self.model, attempt.fetch.layers)
-                output: torch.Tensor = self.model.generate(**self._prepared(attempt, streaming).inputs(), **options)
-                self._record(attempt)
+                streaming = self._prepared(prompt, report, attempt.streaming_cache())
+                output: torch.Tensor = self.model.generate(**streaming.inputs(), **options)
+                attempt.record()
                 return output
             except KvcdnError:
-                # Nothing was written yet: the first forward pass waits for every layer. `_complete_cache` meets the same error.
+                # Nothing was written yet: the first forward pass waits for every layer. `complete_cache` meets the same error.
                 clock.reset()
-        cache = self._complete_cache(attempt)
+        cache = None if attempt is None else attempt.complete_cache()
         started = time.perf_counter()
-        output = self.model.generate(**self._prepared(attempt, cache).inputs(), **options)
+        output = self.model.generate(**self._prepared(prompt, report, cache).inputs(), **options)
         if cache is None and self.loaded is not None:
-            remember_prefill(self.loaded, len(attempt.prompt.token_ids), clock.at - started)
+            remember_prefill(self.loaded, len(prompt.token_ids), clock.at - started)
         return output
 
-    # -- one prompt's cache -----------------------------------------------------------------------------------------------
-
-    def _start(self, prompt: Prompt, started: float) -> _Attempt:
-        """Looks the prompt up and starts fetching what is published of it."""
-        attempt = _Attempt(prompt, Report(self.source.url, len(prompt.token_ids)))
-        seconds = attempt.report.seconds
-        seconds["tokenize"] = time.perf_counter() - started
+    def _attempt(self, prompt: Prompt, started: float) -> tuple[Report, Attempt | None]:
+        """The report of a prompt that was begun at `started`, and the attempt, where the model is supported."""
+        report = Report(self.source.url, len(prompt.token_ids))
+        report.seconds["tokenize"] = time.perf_counter() - started
         if self.loaded is None:
-            attempt.report.miss(self._unsupported or UnsupportedModelError("the model is not supported"))
-            return attempt
-        started = time.perf_counter()
-        try:
-            attempt.published = find_published(
-                self.source, Chain(self.loaded.identity, self.namespace, prompt.token_ids), prompt.boundaries
-            )
-        except KvcdnError as error:
-            attempt.report.miss(error)
-        seconds["match"] = time.perf_counter() - started
-        # At least one token must be left for the model to read: its logits begin the answer.
-        attempt.length = min(attempt.published.tokens, len(prompt.token_ids) - 1)
-        if attempt.length > 0:
-            attempt.fetch = self._start_fetch(self.loaded, attempt)
-        self._explain_short_match(attempt)
-        return attempt
+            report.miss(self._unsupported or UnsupportedModelError("the model is not supported"))
+            return report, None
+        return report, Attempt(self.loaded, Supply(self.source, self.trust, self.namespace), prompt, report)
 
-    def _start_fetch(self, loaded: LoadedModel, attempt: _Attempt) -> PrefixFetch:
-        return PrefixFetch(
-            self.source,
-            loaded.identity,
-            attempt.published.blocks,
-            length=attempt.length,
-            capacity=len(attempt.prompt.token_ids) + GROWTH_TOKENS,
-            device=self.model.device,
-            trust=self.trust,
-        )
-
-    def _explain_short_match(self, attempt: _Attempt) -> None:
-        # The first boundary is the end of the document, or of a chat's opening message.
-        report, offered = attempt.report, min(attempt.prompt.boundaries, default=1)
-        if report.reason is None and attempt.published.tokens < offered:
-            report.reason = MissReason.NOT_PUBLISHED
-            report.detail = (
-                f"only the first {attempt.published.tokens:,} tokens are published at {self.source.url} for this model"
-                if attempt.published.tokens
-                else f"no prefix of this prompt is published at {self.source.url} for this model and namespace"
-            )
-
-    def _complete_cache(self, attempt: _Attempt) -> Cache | None:
-        """The whole cache, or what arrived of it, or None; records in the report which, and why."""
-        fetch = attempt.fetch
-        if fetch is None:
-            return None
-        try:
-            fetch.wait()
-        except KvcdnError as error:
-            attempt.report.miss(error)
-            usable = fetch.salvage()
-            attempt.published = PublishedPrefix(attempt.published.blocks[:usable])
-            attempt.length = min(attempt.published.tokens, attempt.length)
-        self._record(attempt)
-        if not attempt.length:
-            return None
-        for layer in fetch.layers:
-            layer.declare(attempt.length)
-        return build_cache(self.model, fetch.layers)
-
-    def _record(self, attempt: _Attempt) -> None:
-        fetch, report = attempt.fetch, attempt.report
-        if fetch is None or self.loaded is None:
-            return
-        fetch.close()
-        report.tokens_reused = attempt.length
-        report.blocks_reused = len(attempt.published.blocks)
-        report.bytes_fetched = fetch.bytes_fetched
-        report.bytes_raw = self.loaded.identity.layout.needed_bytes(attempt.length)
-        report.seconds["fetch"] = fetch.seconds
-        speed = prefill_speed(self.loaded)
-        if speed:
-            report.seconds_saved = attempt.length / speed - report.seconds["match"] - fetch.seconds
-
-    def _prepared(self, attempt: _Attempt, cache: Cache | None) -> Prepared:
-        ids = torch.tensor([attempt.prompt.token_ids], dtype=torch.long, device=self.model.device)
-        return Prepared(ids, torch.ones_like(ids), cache, attempt.report, self._cache_argument)
-
-
-class FirstTokenClock(StoppingCriteria):  # type: ignore[misc] # transformers is untyped here
-    """Stops nothing; notes when the first token was there. Called by generate() after every token."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.at = 0.0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002 - the library's
-        self.at = self.at or time.perf_counter()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-_OWNED = (
-    "input_ids",
-    "inputs",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache",
-    "cache_implementation",
-)
-
-
-def _refuse_what_we_own(options: dict[str, Any], model: PreTrainedModel) -> None:
-    """Raises UsageError for options that would make a loaded cache silently wrong."""
-    for name in _OWNED:
-        if name in options:
-            raise UsageError(f"{name} is made by the client", hint="use prepare() and call model.generate yourself")
-    config = options.get("generation_config") or model.generation_config
-    for name in ("num_beams", "num_return_sequences"):
-        if (options.get(name) or getattr(config, name, None) or 1) > 1:
-            raise UsageError(
-                f"{name} above 1 needs one cache per sequence, which is not supported yet", hint="ask once per answer"
-            )
+    def _prepared(self, prompt: Prompt, report: Report, cache: Cache | None) -> Prepared:
+        ids = torch.tensor([prompt.token_ids], dtype=torch.long, device=self.model.device)
+        return Prepared(ids, torch.ones_like(ids), cache, report, self._cache_argument)

@@ -42,7 +42,7 @@ def open_origin(origin: str | None, endpoint: str | None) -> BlobStore:
 
 def open_source(edge: str | None, origin: str | None, endpoint: str | None, token: str | None) -> Source:
     """The source that --edge or --origin names, by default the user's own folder."""
-    from kvcdn.client.client import open_source as open_  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.client.sources import open_source as open_  # noqa: PLC0415 - see kvcdn.cli
 
     if edge and not edge.startswith(("http://", "https://")):
         raise UsageError(

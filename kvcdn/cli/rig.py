@@ -43,7 +43,7 @@ def running_rig(
     """Publishes the first `tokens` tokens of `document` (by default a text found on the machine) and serves them."""
     quiet_libraries()
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.client.client import open_source  # noqa: PLC0415
+    from kvcdn.client.sources import open_source  # noqa: PLC0415
     from kvcdn.edge.launch import launch_edge  # noqa: PLC0415
     from kvcdn.model.load import bind_model, load_transformers  # noqa: PLC0415
     from kvcdn.model.tokens import encode_text  # noqa: PLC0415

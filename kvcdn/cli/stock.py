@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcdn.client.client import FirstTokenClock
+from kvcdn.client.generation import FirstTokenClock
 from kvcdn.errors import UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -1,0 +1,129 @@
+"""An attempt: one prompt on its way from its tokens to a cache of its longest published prefix, or to a reason why not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from transformers.cache_utils import Cache
+
+from kvcdn.client.fetch import PrefixFetch
+from kvcdn.client.match import PublishedPrefix, find_published
+from kvcdn.client.report import MissReason, Report
+from kvcdn.client.transport import Source
+from kvcdn.errors import KvcdnError
+from kvcdn.keys import Chain, Namespace
+from kvcdn.model.cache import GROWTH_TOKENS, build_cache
+from kvcdn.model.load import LoadedModel
+from kvcdn.model.speed import prefill_speed
+from kvcdn.model.tokens import Prompt
+from kvcdn.signing import TrustList
+
+
+@dataclass(frozen=True)
+class Supply:
+    """Where caches come from, and who may have made them: what all prompts of a client share."""
+
+    source: Source
+    trust: TrustList
+    namespace: Namespace
+
+
+class Attempt:
+    """Looks one prompt up and starts fetching what is published of it. `close` when done.
+
+    `length` is how many leading tokens the cache holds, or will hold: at least one is left for the model to read, since
+    its logits begin the answer. `report` says where they came from, and why there are not more.
+    """
+
+    def __init__(self, loaded: LoadedModel, supply: Supply, prompt: Prompt, report: Report) -> None:
+        self.prompt = prompt
+        self.report = report
+        self._loaded = loaded
+        self._supply = supply
+        self._published = self._match()
+        self.length = min(self._published.tokens, len(prompt.token_ids) - 1)
+        self.fetch: PrefixFetch | None = self._start_fetch() if self.length > 0 else None
+        self._explain_short_match()
+
+    def _match(self) -> PublishedPrefix:
+        started = time.perf_counter()
+        chain = Chain(self._loaded.identity, self._supply.namespace, self.prompt.token_ids)
+        try:
+            return find_published(self._supply.source, chain, self.prompt.boundaries)
+        except KvcdnError as error:
+            self.report.miss(error)
+            return PublishedPrefix(())
+        finally:
+            self.report.seconds["match"] = time.perf_counter() - started
+
+    def _start_fetch(self) -> PrefixFetch:
+        return PrefixFetch(
+            self._supply.source,
+            self._loaded.identity,
+            self._published.blocks,
+            length=self.length,
+            capacity=len(self.prompt.token_ids) + GROWTH_TOKENS,
+            device=self._loaded.model.device,
+            trust=self._supply.trust,
+        )
+
+    def _explain_short_match(self) -> None:
+        # The first boundary is the end of the document, or of a chat's opening message.
+        report, offered = self.report, min(self.prompt.boundaries, default=1)
+        if report.reason is None and self._published.tokens < offered:
+            report.reason = MissReason.NOT_PUBLISHED
+            report.detail = (
+                f"only the first {self._published.tokens:,} tokens are published at {self._supply.source.url} for this model"
+                if self._published.tokens
+                else f"no prefix of this prompt is published at {self._supply.source.url} for this model and namespace"
+            )
+
+    def streaming_cache(self) -> Cache | None:
+        """A cache that may still be arriving, handed out when the model had better start; None where nothing is published.
+
+        Its layers, and this call, raise the error that ended the fetch; `complete_cache` then has what is left.
+        """
+        if self.fetch is None:
+            return None
+        self.fetch.wait_until_overlap_pays()
+        return build_cache(self._loaded.model, self.fetch.layers)
+
+    def complete_cache(self) -> Cache | None:
+        """The whole cache, or what arrived of it, or None; records in the report which, and why."""
+        fetch = self.fetch
+        if fetch is None:
+            return None
+        try:
+            fetch.wait()
+        except KvcdnError as error:
+            self.report.miss(error)
+            usable = fetch.salvage()
+            self._published = PublishedPrefix(self._published.blocks[:usable])
+            self.length = min(self._published.tokens, self.length)
+        self.record()
+        if not self.length:
+            return None
+        for layer in fetch.layers:
+            layer.declare(self.length)
+        return build_cache(self._loaded.model, fetch.layers)
+
+    def record(self) -> None:
+        """Writes what the fetch delivered into the report."""
+        fetch, report = self.fetch, self.report
+        if fetch is None:
+            return
+        fetch.close()
+        report.tokens_reused = self.length
+        report.blocks_reused = len(self._published.blocks)
+        report.bytes_fetched = fetch.bytes_fetched
+        report.bytes_raw = self._loaded.identity.layout.needed_bytes(self.length)
+        report.seconds["fetch"] = fetch.seconds
+        speed = prefill_speed(self._loaded)
+        if speed:
+            report.seconds_saved = self.length / speed - report.seconds["match"] - fetch.seconds
+
+    def close(self) -> None:
+        """Stops what is still on its way."""
+        if self.fetch is not None:
+            self.fetch.close()
