@@ -274,7 +274,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
         read_trace(tmp_path / "trace.jsonl")
 
 
-@pytest.mark.parametrize("data", [b"not gzip", gzip.compress(b'{"hash_ids": [1]}\n')[:-6]])
+@pytest.mark.parametrize("data", [b"not gzip", gzip.compress(b'{"hash_ids": [1]}\n', mtime=0)[:-6]])
 def test_a_broken_archive_is_refused(tmp_path: Path, data: bytes) -> None:
     """A damaged or missing file is a usage error, too."""
     (tmp_path / "trace.jsonl.gz").write_bytes(data)

@@ -224,7 +224,7 @@ BAD_BODIES = [
     b"[" * 100_000,
     b'{"addresses":' + b"[" * 100_000,
     b'{"addresses":' + b"9" * 10_000 + b"}",
-    gzip.compress(json.dumps({"addresses": [GOOD], "model": TAG}).encode()),
+    gzip.compress(json.dumps({"addresses": [GOOD], "model": TAG}).encode(), mtime=0),
 ]
 
 
