@@ -14,7 +14,7 @@ from kvcdn.manifest import Manifest
 from kvcdn.origin.addresses import AddressSet
 from kvcdn.origin.catalog import Progress, address_of, block_infos, model_tags, silent
 from kvcdn.origin.doctor import PROBE_PREFIX
-from kvcdn.origin.lease import LEASE_SECONDS, SWEEP_DEAD_SECONDS, lease_prefix, sweep_prefix
+from kvcdn.origin.lease import LEASE_SECONDS, SWEEP_DEAD_SECONDS, Sweep, lease_prefix, sweep_prefix
 from kvcdn.origin.references import References
 from kvcdn.origin.sweep import Condemned, Sweeper, delete_manifests
 from kvcdn.store import BlobStore
@@ -70,8 +70,7 @@ def collect_garbage(
             run.collect(grace_seconds)
         except CorruptError as error:
             collected.skipped.append({"model_tag": str(tag), "reason": str(error), "hint": error.hint})
-        _remove_old(store, lease_prefix(tag), now - 2 * LEASE_SECONDS, collected)
-        _remove_old(store, sweep_prefix(tag), now - 2 * SWEEP_DEAD_SECONDS, collected)
+        _remove_dead(store, tag, now, collected)
     _remove_old(store, PROBE_PREFIX, now - GRACE_SECONDS, collected)
     return collected
 
@@ -132,6 +131,15 @@ class _Run:
             else:
                 collected.blocks_young += 1
                 collected.bytes_young += info.size
+
+
+def _remove_dead(store: BlobStore, tag: ModelTag, now: float, collected: Collected) -> None:
+    """Removes leases and sweeps whose processes died: by the store's clock, as they count by it (FORMAT.md section 8)."""
+    if not collected.dry_run:
+        with Sweep(store, tag) as sweep:
+            now = sweep.began
+    _remove_old(store, lease_prefix(tag), now - 2 * LEASE_SECONDS, collected)
+    _remove_old(store, sweep_prefix(tag), now - 2 * SWEEP_DEAD_SECONDS, collected)
 
 
 def _remove_old(store: BlobStore, prefix: str, newest: float, collected: Collected) -> None:

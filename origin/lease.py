@@ -125,6 +125,11 @@ class Sweep:
             self._store.delete(self._key)
 
     @property
+    def began(self) -> float:
+        """When it began, by the store's clock (Unix time)."""
+        return self._now
+
+    @property
     def over(self) -> bool:
         """Whether its time is up: delete nothing more, begin another."""
         return time.monotonic() - self._began > SWEEP_SECONDS

@@ -274,14 +274,25 @@ def test_a_model_with_an_unreadable_manifest_is_left_alone(here):
     assert [str(here.tag)] * 2 == [key.split("/")[1] for key in keys(here.store, "/blocks/") if str(here.tag) in key]
 
 
-def test_what_dead_processes_left_is_removed(here):
+def test_what_dead_processes_left_is_removed(here, monkeypatch):
     """Leases, sweeps and probes, long after they count for anything."""
     here.publish((1,))
     for key in (f"v1/{here.tag}/leases/a", f"v1/{here.tag}/sweeps/b", "v1/doctor/c"):
         here.store.create(key, [b"KVCDNL1\n"])
     assert 0 == collect_garbage(here.store).leftovers
-    assert 3 == collect_garbage(here.store, now=time.time() + 3 * 86400).leftovers
+    later = time.time() + 3 * 86400
+    monkeypatch.setattr("kvcdn.stores.memory.time.time", lambda: later)
+    assert 3 == collect_garbage(here.store, now=later).leftovers
     assert sorted([here.manifest_key((1,)), *here.block_keys((1,))]) == keys(here.store)
+
+
+def test_a_lease_is_not_removed_by_a_clock_that_is_ahead(here):
+    """Leases count by the store's clock: a collector whose own is days ahead leaves a running publisher's in place."""
+    publisher = here.steps((1,))
+    assert "lease taken" == next(publisher)
+    assert 0 == collect_garbage(here.store, now=time.time() + 30 * 86400).leftovers
+    assert 1 == len(keys(here.store, "/leases/"))
+    assert "published" == list(publisher)[-1]
 
 
 # -- fsck --------------------------------------------------------------------------------------------------------------
