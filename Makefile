@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/kvcdn demo
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 # mypy needs the folders where the packages will be installed: a tree of links.
 check: setup

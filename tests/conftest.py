@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support.seaweed import S3Server, running_seaweed
+
+# Before torch is loaded, here and in what tests start: the models are tiny, and the cores are taken by other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
