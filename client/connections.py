@@ -6,15 +6,23 @@ import http.client
 import socket
 import ssl
 import threading
+import time
 from contextlib import suppress
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from kvcdn.client.link import LinkMeter
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 15.0
 """Longest silence of a peer before it counts as gone."""
+
+PIECE_BYTES = 256 * 1024
+"""A body is received in pieces of this size, each of which is told to the link's meter."""
+
+_WAITED_SHARE = 0.2
+"""An answer that had been waited for less than this part of the time since its request was there before anybody looked."""
 
 _IDLE_CONNECTIONS = 32
 """Connections kept for the next prompt."""
@@ -36,6 +44,7 @@ class ConnectionPool:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
+        self.link = LinkMeter(self.url)
 
     def take(self) -> tuple[http.client.HTTPConnection, bool]:
         """A connection, and whether it was used before and may therefore have been closed by the peer."""
@@ -62,7 +71,8 @@ class ConnectionPool:
         connection.request(method, self._base + path, body=body, headers={**self._headers, **(headers or {})})
 
     def close(self) -> None:
-        """Closes what is idle."""
+        """Closes what is idle, and remembers the link."""
+        self.link.save(at_once=True)
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -84,6 +94,7 @@ class Exchange:
     def __init__(self, pool: ConnectionPool, method: str, path: str, *, body: bytes | None = None, headers: Any = None) -> None:
         self._pool = pool
         self._request = (method, path, body, headers)
+        self._sent = 0.0
         self._response: http.client.HTTPResponse | None = None
         self._connection, self._reused = pool.take()
         self._send()
@@ -92,6 +103,7 @@ class Exchange:
         while True:
             try:
                 self._pool.send(self._connection, *self._request)
+                self._sent = time.monotonic()
                 return
             except (OSError, http.client.HTTPException) as error:
                 self._renew(error)
@@ -108,8 +120,12 @@ class Exchange:
 
     def _answer(self) -> http.client.HTTPResponse:
         while self._response is None:
+            asked = time.monotonic()
             try:
                 self._response = self._connection.getresponse()
+                now = time.monotonic()
+                if now - asked > _WAITED_SHARE * (now - self._sent):
+                    self._pool.link.answered(now - self._sent)
             except (OSError, http.client.HTTPException) as error:
                 self._renew(error)
                 self._send()
@@ -144,13 +160,22 @@ class Exchange:
         response, done = self._answer(), 0
         try:
             while done < len(view):
-                count = response.readinto(view[done:])
+                count = self._receive(response, view[done : done + PIECE_BYTES])
                 if not count:
                     break
                 done += count
         except (OSError, http.client.HTTPException) as error:
             raise UnavailableError(f"{self._pool.url} broke off in mid-answer: {error or type(error).__name__}") from None
         return done
+
+    def _receive(self, response: http.client.HTTPResponse, view: memoryview) -> int:
+        link, count = self._pool.link, 0
+        link.waiting()
+        try:
+            count = response.readinto(view)
+        finally:
+            link.received(count)
+        return count
 
     def read_all(self, limit: int) -> bytes:
         """The whole body, of at most `limit` bytes. Raises CorruptError for a larger or shorter one than announced."""
@@ -170,6 +195,7 @@ class Exchange:
     def close(self) -> None:
         """Returns the connection if it can be used again."""
         response = self._response
+        self._pool.link.save()
         if response is not None and response.isclosed() and not response.will_close:
             self._pool.give_back(self._connection)
         else:

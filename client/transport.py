@@ -8,10 +8,12 @@ threads.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvcdn.client.connections import STALL_SECONDS, ConnectionPool, Exchange
+from kvcdn.client.link import LinkEstimate, LinkMeter
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import CorruptError, UnavailableError
 from kvcdn.keys import block_key
@@ -60,6 +62,9 @@ class Source(Protocol):
     def read(self, key: str, limit: int) -> bytes:
         """The whole object `key`, of at most `limit` bytes."""
 
+    def link(self) -> LinkEstimate:
+        """How soon answers come from here and how fast bytes do, as measured so far."""
+
     def close(self) -> None: ...
 
 
@@ -68,6 +73,7 @@ class StoreSource:
 
     def __init__(self, store: BlobStore) -> None:
         self._store = store
+        self._meter = LinkMeter(store.url)
 
     @property
     def url(self) -> str:
@@ -77,16 +83,31 @@ class StoreSource:
         return probe_lead([block_key(tag, address) for address in addresses], lambda key: self._store.stat(key) is not None)
 
     def open(self, key: str, *, ranged: bool) -> ObjectReader:  # noqa: ARG002 - a store read holds nothing in between
-        return _RangedReader(lambda start, length: self._store.read(key, start, length), key)
+        return _RangedReader(lambda start, length: self._read(key, start, length), key)
 
     def read(self, key: str, limit: int) -> bytes:
-        data = self._store.read(key, 0, limit + 1)
+        data = self._read(key, 0, limit + 1)
         if len(data) > limit:
             raise CorruptError(f"{key} is larger than {limit} bytes")
         return data
 
+    def _read(self, key: str, start: int, length: int) -> bytes:
+        asked, data = time.monotonic(), b""
+        pieces = self._store.stream(key, start, length)
+        self._meter.answered(time.monotonic() - asked)
+        self._meter.waiting()
+        try:
+            data = b"".join(pieces)
+        finally:
+            self._meter.received(len(data))
+        return data
+
+    def link(self) -> LinkEstimate:
+        return self._meter.estimate()
+
     def close(self) -> None:
-        """A store holds nothing open."""
+        """Remembers the link: a store holds nothing open."""
+        self._meter.save(at_once=True)
 
 
 def probe_lead(keys: Sequence[str], exists: Any) -> int:
@@ -163,6 +184,9 @@ class EdgeSource:
             if not exchange.header("Content-Range").startswith(expected):
                 raise CorruptError(f"{self.url} answers a range of {key} that begins elsewhere than asked")
             return exchange.read_all(length)
+
+    def link(self) -> LinkEstimate:
+        return self._connections.link.estimate()
 
     def close(self) -> None:
         self._connections.close()

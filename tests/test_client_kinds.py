@@ -100,6 +100,13 @@ class CountingStore(MemoryStore):
 
     def read(self, key, *args, **options):
         data = super().read(key, *args, **options)
+        self._count(key, data)
+        return data
+
+    def stream(self, key, *args, **options):
+        return (self._count(key, piece) for piece in super().stream(key, *args, **options))
+
+    def _count(self, key, data):
         self.counts[key] = self.counts.get(key, 0) + len(data)
         return data
 
