@@ -20,7 +20,7 @@ from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
 from kvcdn.keys import PRECISIONS, BlockName, ModelIdentity
-from kvcdn.layout import DTYPE_BYTES, KINDS, MAX_BLOCK_TOKENS, MAX_LAYERS, LayerSpec
+from kvcdn.layout import DTYPE_BYTES, KINDS, MAX_BLOCK_TOKENS, MAX_LAYERS, TENSOR_NAMES, LayerSpec
 from kvcdn.producer import Producer
 from kvcdn.seal import TAG_BYTES, ObjectKeys, segment_associated_data
 from kvcdn.signing import PublicKey, SigningKey
@@ -304,7 +304,7 @@ def _read_part(value: Any, what: str) -> Part:
     fields = Fields(value, f"{what}: part")
     shape = Fields.integers(fields.array("shape", 3, 3), f"{what}: shape", 1, MAX_SEGMENT_BYTES)
     part = Part(
-        name=fields.choice("name", ("k", "v")),
+        name=fields.choice("name", TENSOR_NAMES),
         codec=fields.choice("codec", tuple(CODECS)),
         dtype=fields.choice("dtype", tuple(DTYPE_BYTES)),
         shape=(shape[0], shape[1], shape[2]),

@@ -29,8 +29,11 @@ MAX_DIM = 65536
 MAX_WINDOW = 1 << 24
 """As many tokens as a prefix can have: a longer window is full attention."""
 
-KINDS: Mapping[str, tuple[str, ...]] = {"kv": ("k", "v"), "window": ("k", "v"), "none": ()}
+KINDS: Mapping[str, tuple[str, ...]] = {"kv": ("k", "v"), "window": ("k", "v"), "indexed": ("k", "v", "i"), "none": ()}
 """The kinds of layers, each with the names of its tensors in order (FORMAT.md 2.3)."""
+
+TENSOR_NAMES = ("k", "v", "i")
+"""Key, value, and the key of an indexer."""
 
 DTYPE_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -139,16 +142,18 @@ def _read_layer(value: Any, what: str) -> LayerSpec:
     window = fields.integer("window", 2, MAX_WINDOW) if kind == "window" else None
     fields.done()
     if tuple(tensor.name for tensor in tensors) != names:
-        raise CorruptError(f"{what}: a {kind} layer holds the tensors {' and '.join(names)}, in this order")
+        raise CorruptError(f"{what}: a {kind} layer holds the tensors {', '.join(names)}, in this order")
     return LayerSpec(kind, tensors, window)
 
 
 def _read_tensor(value: Any, what: str) -> TensorSpec:
     fields = Fields(value, f"{what}: tensor")
-    name = fields.choice("name", ("k", "v"))
+    name = fields.choice("name", TENSOR_NAMES)
     dtype = fields.choice("dtype", tuple(DTYPE_BYTES))
     shape = Fields.integers(fields.array("shape", 2, 2), f"{what}: shape", 1, max(MAX_HEADS, MAX_DIM))
     fields.done()
     if shape[0] > MAX_HEADS:
         raise CorruptError(f"{what}: more than {MAX_HEADS} heads")
+    if name == "i" and shape[0] != 1:
+        raise CorruptError(f"{what}: indexer keys have one head")
     return TensorSpec(name, shape[0], shape[1], dtype)

@@ -18,7 +18,14 @@ from kvcdn.origin.publish import Publisher
 from kvcdn.stores.memory import MemoryStore
 from support.published import publish_text
 from support.stock import continued, stock_cache
-from support.tiny import FULL_ATTENTION_KINDS, MORE_FULL_ATTENTION_KINDS, SHARED_KINDS, WINDOW_KINDS, tiny_checkpoint
+from support.tiny import (
+    FULL_ATTENTION_KINDS,
+    INDEXED_KINDS,
+    MORE_FULL_ATTENTION_KINDS,
+    SHARED_KINDS,
+    WINDOW_KINDS,
+    tiny_checkpoint,
+)
 from support.web import running_web
 
 BLOCK = 64
@@ -50,7 +57,10 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("kind", FULL_ATTENTION_KINDS + MORE_FULL_ATTENTION_KINDS + WINDOW_KINDS + SHARED_KINDS)
+KINDS = FULL_ATTENTION_KINDS + MORE_FULL_ATTENTION_KINDS + WINDOW_KINDS + INDEXED_KINDS + SHARED_KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_fetched_prefix_continues_to_the_bit(tmp_path, kind):
     """Published, fetched, and continued by a question and several tokens, at several lengths; and streamed to generate()."""
     published = publish_text(tiny_checkpoint(tmp_path, kind, dtype=torch.float32), tokens=TOKENS)

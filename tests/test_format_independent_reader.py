@@ -136,7 +136,7 @@ PRODUCER = fields(attention=text(256), chunk_tokens=integer(1, 1024), device=tex
 
 TENSOR = fields(
     dtype=one_of(*DTYPE_SIZE),
-    name=one_of("k", "v"),
+    name=one_of("k", "v", "i"),
     shape=lambda value: array(integer(1, 65_536), 2, 2)(value) and value[0] <= 4096,
 )
 
@@ -149,11 +149,17 @@ def pair(value: Any) -> bool:
     return array(TENSOR, 2, 2)(value) and [tensor["name"] for tensor in value] == ["k", "v"]
 
 
+def triple(value: Any) -> bool:
+    """K, V, and indexer keys of one head."""
+    return array(TENSOR, 3, 3)(value) and pair(value[:2]) and value[2]["name"] == "i" and value[2]["shape"][0] == 1
+
+
 NOTHING = array(TENSOR, 0, 0)
 
 LAYER = either(
     fields(kind=one_of("kv"), tensors=pair),
     fields(kind=one_of("window"), tensors=pair, window=integer(2, 2**24)),
+    fields(kind=one_of("indexed"), tensors=triple),
     fields(kind=one_of("none"), tensors=NOTHING),
 )
 
@@ -168,7 +174,7 @@ PART = fields(
     codec=one_of("raw", "blosc2"),
     dtype=one_of(*DTYPE_SIZE),
     length=integer(0, 2**32 - 1),
-    name=one_of("k", "v"),
+    name=one_of("k", "v", "i"),
     shape=array(integer(1, 2**32 - 1), 3, 3),
 )
 
@@ -185,7 +191,11 @@ def segment(kind: Form, parts: Form) -> Form:
     )
 
 
-SEGMENT = either(segment(one_of("kv", "window"), array(PART, 2, 2)), segment(one_of("none"), array(PART, 0, 0)))
+SEGMENT = either(
+    segment(one_of("kv", "window"), array(PART, 2, 2)),
+    segment(one_of("indexed"), array(PART, 3, 3)),
+    segment(one_of("none"), array(PART, 0, 0)),
+)
 
 BLOCK = fields(
     type=one_of("block"),

@@ -22,7 +22,13 @@ TENSOR = st.tuples(st.integers(1, 3), st.integers(1, 9), st.sampled_from(["bfloa
 
 PAIR = st.tuples(TENSOR, TENSOR).map(lambda pair: (TensorSpec("k", *pair[0]), TensorSpec("v", *pair[1])))
 
-KEEPING = st.builds(LayerSpec, st.just("kv"), PAIR) | st.builds(LayerSpec, st.just("window"), PAIR, st.integers(2, 99))
+INDEX = TENSOR.map(lambda tensor: TensorSpec("i", 1, *tensor[1:]))
+
+KEEPING = (
+    st.builds(LayerSpec, st.just("kv"), PAIR)
+    | st.builds(LayerSpec, st.just("window"), PAIR, st.integers(2, 99))
+    | st.builds(LayerSpec, st.just("indexed"), st.tuples(PAIR, INDEX).map(lambda tensors: (*tensors[0], tensors[1])))
+)
 
 LAYOUT = st.tuples(KEEPING, st.lists(KEEPING | st.just(LayerSpec("none", ())), max_size=3)).map(
     lambda layers: Layout((layers[0], *layers[1]))

@@ -76,7 +76,13 @@ def test_manifest_knows_its_names() -> None:
 
 PAIR = st.tuples(TENSOR, TENSOR).map(lambda pair: (TensorSpec("k", *pair[0]), TensorSpec("v", *pair[1])))
 
-KEEPING = st.builds(LayerSpec, st.just("kv"), PAIR) | st.builds(LayerSpec, st.just("window"), PAIR, st.integers(2, 1 << 24))
+INDEX = TENSOR.map(lambda tensor: TensorSpec("i", 1, *tensor[1:]))
+
+KEEPING = (
+    st.builds(LayerSpec, st.just("kv"), PAIR)
+    | st.builds(LayerSpec, st.just("window"), PAIR, st.integers(2, 1 << 24))
+    | st.builds(LayerSpec, st.just("indexed"), st.tuples(PAIR, INDEX).map(lambda tensors: (*tensors[0], tensors[1])))
+)
 
 LAYERS = st.tuples(KEEPING, st.lists(KEEPING | st.just(LayerSpec("none", ())), max_size=4)).flatmap(
     lambda layers: st.permutations([layers[0], *layers[1]])

@@ -7,22 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.layout import LayerSpec, TensorSpec
-from kvcdn.model.cache import (
-    GROWTH_TOKENS,
-    EmptyLayer,
-    TokenMajorLayer,
-    WindowLayer,
-    build_cache,
-    cache_argument,
-    make_layer,
-    output_cache,
-    probe_layout,
-)
+from kvcdn.model.cache import build_cache, cache_argument, make_layer, output_cache
+from kvcdn.model.layers import GROWTH_TOKENS, EmptyLayer, IndexedLayer, TokenMajorLayer, WindowLayer
 from kvcdn.model.load import load_model
+from kvcdn.model.probe import probe_layout
 from support.tiny import FULL_ATTENTION_KINDS, SHARED_KINDS, tiny_checkpoint
 
 SPEC = LayerSpec("kv", (TensorSpec("k", 2, 4, "bfloat16"), TensorSpec("v", 2, 6, "bfloat16")))
@@ -113,6 +105,41 @@ def test_any_sequence_of_operations_leaves_what_a_sliding_layer_would_hold(steps
             batch, recorded = 1, 0
         assert theirs.get_seq_length() == ours.get_seq_length()
         assert theirs.get_mask_sizes(3) == ours.get_mask_sizes(3)
+
+
+def change(layer, name, argument, batch):
+    """Does to a layer what is not appending."""
+    if name == "crop" and layer.get_seq_length() > argument:
+        layer.crop(-argument)
+    elif name == "repeat" and layer.get_seq_length():
+        layer.batch_repeat_interleave(argument)
+    elif name == "reorder" and layer.get_seq_length():
+        layer.reorder_cache(torch.arange(batch).flip(0))
+    elif name == "reset":
+        layer.reset()
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(step, max_size=8), capacity=st.integers(1, 50), first=st.booleans())
+def test_any_sequence_of_operations_leaves_what_an_indexed_layer_would_hold(steps, capacity, first):
+    """The same with indexer keys, whether a model appends them before K and V or after."""
+    spec = LayerSpec("indexed", (*SPEC.tensors, TensorSpec("i", 1, 3, "float32")))
+    both = IndexedLayer(spec, capacity, 0, CPU), DynamicIndexedLayer()
+    batch = 1
+    for name, argument in steps:
+        if name == "update":
+            pair, keys = states(argument, batch), torch.randn(batch, argument, 3)
+            calls = [("update_indexer", (keys,)), ("update", pair)]
+            for call, given in calls if first else calls[::-1]:
+                ours, theirs = (getattr(layer, call)(*given) for layer in both)
+                assert all(torch.equal(expected, got) for expected, got in zip(theirs, ours, strict=True))
+        elif name != "repeat" or batch < 4:
+            for layer in both:
+                change(layer, name, argument, batch)
+            length = both[1].get_seq_length()
+            batch = batch * argument if name == "repeat" and length else 1 if name == "reset" else batch
+        assert both[1].get_seq_length() == both[0].get_seq_length()
+        assert not both[1].get_seq_length() or torch.equal(both[1].indexer_keys, both[0].indexer_keys)
 
 
 def test_a_window_layer_is_cut_back_as_far_as_its_rows_reach():
@@ -211,7 +238,6 @@ def test_a_model_computes_the_same_bits_from_our_layers_as_from_its_own(tmp_path
 UNSUPPORTED = {
     "mamba": ("mamba", {}, "LinearAttentionLayer"),
     "qwen3_next": ("qwen3_next", {}, "LinearAttentionLayer"),
-    "deepseek_v32": ("deepseek_v32", {}, "DynamicIndexedLayer"),
     "a window of one": ("mistral", {"sliding_window": 1}, "a window of 1 tokens"),
     "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
     "dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rope"),

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kvcdn.errors import CorruptError, KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keys import ModelIdentity
-from kvcdn.model.cache import probe_layout
 from kvcdn.model.checkpoint import Checkpoint, resolve_checkpoint
 from kvcdn.model.fingerprint import fingerprint_checkpoint, relevant_config
+from kvcdn.model.probe import probe_layout
 from kvcdn.producer import Producer
 
 

@@ -16,14 +16,15 @@ from transformers.cache_utils import Cache
 
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.layout import Layout
-from kvcdn.model.cache import CacheLayer, EmptyLayer, build_cache, cache_argument, make_layer
+from kvcdn.model.cache import build_cache, cache_argument, make_layer
+from kvcdn.model.layers import CacheLayer, EmptyLayer
 
 
 @dataclass(frozen=True)
 class PrefilledBlock:
     """The KV of one block, token-major on the CPU: `layers[i]` = (K [n, heads, dim], V [n, heads, dim]); n = end - start.
 
-    A layer that keeps nothing has no tensors.
+    Indexer keys, [n, 1, dim], come third where a layer has them. A layer that keeps nothing has no tensors.
     """
 
     start: int

@@ -21,6 +21,8 @@ def manifest_attacks() -> Iterator[Attack]:
     length, total = header["block_tokens"], header["tokens"]
     follows, counts = "does not follow", "do not add up"
     heads = ("layout", "layers", 0, "tensors", 0, "shape")
+    index = {"dtype": "bfloat16", "name": "i", "shape": [1, 16]}
+    pair, two_headed = layers[1]["tensors"], {**index, "shape": [2, 16]}
     changes: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
         "tag-of-another-fingerprint": (("model",), "0" * 32, follows),
         "fingerprint-of-another-tag": (("fingerprint",), "0" * 64, follows),
@@ -52,6 +54,15 @@ def manifest_attacks() -> Iterator[Attack]:
         "layout-v-before-k": (("layout", "layers", 0, "tensors"), layers[0]["tensors"][::-1], "in this order"),
         "layout-k-twice": (("layout", "layers", 0, "tensors"), [layers[0]["tensors"][0]] * 2, "in this order"),
         "layout-k-alone": (("layout", "layers", 0, "tensors"), layers[0]["tensors"][:1], "tensors"),
+        "layout-kv-with-an-index": (("layout", "layers", 1, "tensors"), [*pair, index], "tensors"),
+        "layout-kv-of-a-key-and-an-index": (("layout", "layers", 1, "tensors"), [pair[0], index], "in this order"),
+        "layout-indexed-without-an-index": (("layout", "layers", 1, "kind"), "indexed", "tensors"),
+        "layout-index-first": (("layout", "layers", 1), {"kind": "indexed", "tensors": [index, *pair]}, "in this order"),
+        "layout-index-of-two-heads": (
+            ("layout", "layers", 1),
+            {"kind": "indexed", "tensors": [*pair, two_headed]},
+            "indexer keys have one head",
+        ),
         "layout-zero-heads": (heads, [0, 64], "shape"),
         "layout-4097-heads": (heads, [4097, 64], "heads"),
         "layout-dim-65537": (heads, [2, 65_537], "shape"),

@@ -34,6 +34,9 @@ WINDOW_KINDS = (
 )  # fmt: skip
 """Sliding windows in all layers or in some, shorter and longer than a block of 64 tokens; chunked attention."""
 
+INDEXED_KINDS = ("deepseek_v32", "glm_moe_dsa")
+"""Attention that an indexer chooses tokens for; in the second, layers that attend by another's choice."""
+
 SHARED_KINDS = ("gemma3n_text", "gemma4_text")
 """Layers that reuse another layer's KV, besides windows."""
 
@@ -86,7 +89,11 @@ _EXTRA: dict[str, dict[str, Any]] = {
 }
 """What an architecture needs besides."""
 
+_INDEXER: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 40}
+
 _EXTRA |= {
+    "deepseek_v32": {**_EXPERTS, **_LATENT, **_INDEXER},
+    "glm_moe_dsa": {**_EXPERTS, **_LATENT, **_INDEXER, "indexer_types": ["full", "shared", "full"]},
     "mistral-window": {"sliding_window": 100},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     "ministral": {"sliding_window": 2},

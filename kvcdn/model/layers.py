@@ -1,0 +1,234 @@
+"""The layers of a cache: they store tokens the way blocks do, have spare room, and can wait.
+
+transformers' own DynamicLayer concatenates, which copies the whole cache at every decoded token; and it must be full
+before the model runs. These layers are allocated once, with room for what will be decoded, and may be handed to the model
+before their bytes are there: `update`, which the model calls when it reaches the layer, waits for them. Memory is token-
+major ([tokens, heads, dim], FORMAT.md 2.3), so a block decodes straight into place; the model sees the usual [1, heads,
+tokens, dim] as a transposed view, and computes the same bits from it.
+
+There is a class for each kind of layer in FORMAT.md 2.3, to the model the library's own: `TokenMajorLayer` for `kv`,
+`WindowLayer` for `window`, `IndexedLayer` for `indexed`, `EmptyLayer` for `none`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvcdn.layout import LayerSpec
+
+GROWTH_TOKENS = 256
+"""Room added whenever a layer is full: a copy of the cache every 256 decoded tokens instead of every one."""
+
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+LibraryDummyLayer: Any = getattr(cache_utils, "DummyLayer", object)
+LibraryIndexedLayer: Any = getattr(cache_utils, "DynamicIndexedLayer", object)
+"""The library's layers for what keeps nothing, and for indexed attention; older versions have none, and no models of it."""
+
+
+class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is untyped here
+    """One layer's tensors, K and V, [capacity, heads, dim] each, of which tokens up to `length` are, or will be, valid.
+
+    The storage begins at token `first`, which is 0 except in layers with a window. `wait` is called before the tensors are
+    first used; it returns when they are filled, or raises.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        capacity: int,
+        length: int,
+        device: torch.device,
+        wait: Callable[[], None] | None = None,
+        *,
+        first: int = 0,
+        **library: Any,
+    ) -> None:
+        super().__init__(**library)
+        self.device = device
+        self.first = first
+        self.storage = [
+            torch.empty(tensor.shape(capacity - first), dtype=TORCH_DTYPES[tensor.dtype], device=device)
+            for tensor in spec.tensors
+        ]
+        self.is_initialized = True
+        self._wait = wait
+        self._show(length)
+
+    def rows(self, start: int, end: int) -> list[torch.Tensor]:
+        """The places of tokens `start` to `end` of each tensor, [n, heads, dim], none of them before `first`."""
+        if start < self.first:
+            raise RuntimeError(f"tokens from {start} are asked of a cache layer that holds them from {self.first} on")
+        return [tensor[start - self.first : end - self.first] for tensor in self.storage]
+
+    def _views(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in self.rows(start, end)[:2])
+        return key, value
+
+    def _show(self, length: int) -> None:
+        self._shown = self._views(0, length)
+        self.keys, self.values = self._shown
+
+    def declare(self, length: int) -> None:
+        """Says that the first `length` tokens of the storage are valid: whoever filled them has finished."""
+        self._wait = None
+        self._show(length)
+
+    def settle(self) -> None:
+        """Waits until the tensors hold their bytes. Raises what the filler raised."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends [1, heads, n, dim] states and returns what attention reads of K and V, [1, heads, length + n, dim]."""
+        self.settle()
+        if not self._owns_views():
+            return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        length = self.get_seq_length()
+        end = length + key_states.shape[-2]
+        if end - self.first > self.storage[0].shape[0]:
+            self._grow(length, end + GROWTH_TOKENS)
+        for tensor, states in zip(self.rows(length, end)[:2], (key_states, value_states), strict=True):
+            tensor.copy_(states[0].transpose(0, 1))
+        self._show(end)
+        return self._views(self._first_needed(length), end)
+
+    def _first_needed(self, length: int) -> int:  # noqa: ARG002 - of use in layers with a window
+        """The first token that one behind `length` tokens reads."""
+        return 0
+
+    def _owns_views(self) -> bool:
+        """False once the library has replaced the tensors (beams, batches): from then on this is a layer of the library's."""
+        return self.keys is self._shown[0] and self.values is self._shown[1]
+
+    def _grow(self, length: int, capacity: int) -> None:
+        """Makes room for tokens up to `capacity`, and lets go of those that can no longer be needed."""
+        first = self._first_kept(length)
+        grown = [tensor.new_empty((capacity - first, *tensor.shape[1:])) for tensor in self.storage]
+        for old, new in zip(self.rows(first, length), grown, strict=True):
+            new[: length - first].copy_(old)
+        self.storage, self.first = grown, first
+
+    def _first_kept(self, length: int) -> int:  # noqa: ARG002 - of use in layers with a window
+        return self.first
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `-tokens_to_remove` tokens; their room is used again."""
+        self.settle()
+        if self._owns_views() and tokens_to_remove <= 0:
+            self._show(max(self.get_seq_length() + tokens_to_remove, 0))
+        else:
+            super().crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.settle()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.settle()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.settle()
+        super().batch_select_indices(indices)
+
+
+class WindowLayer(TokenMajorLayer, DynamicSlidingWindowLayer):  # type: ignore[misc] # transformers is untyped here
+    """A layer whose tokens read `window` tokens, their own included. The model sees the last `window` - 1 before each pass.
+
+    The storage keeps every row it was given or has computed, until it must grow: a publisher needs all rows of a pass, and a
+    reader may cut the cache back, which the library's own layer allows only where it was told in advance.
+    """
+
+    _sliding_window_tensor: torch.Tensor
+
+    def __init__(self, spec: LayerSpec, *args: Any, **options: Any) -> None:
+        self._spec = spec
+        super().__init__(spec, *args, sliding_window=spec.window, **options)
+        self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
+
+    def _first_needed(self, length: int) -> int:
+        return self._spec.first_needed(length)
+
+    def _first_kept(self, length: int) -> int:
+        return self.first if self._records_past() else self._first_needed(length)
+
+    def _records_past(self) -> bool:
+        """Whether the library announced that it will cut the cache back; it then expects to find all rows in `keys`."""
+        return getattr(self, "record_past", False)
+
+    def _show(self, length: int) -> None:
+        # The library tells the position and the mask from this count, as `keys` do not have all tokens.
+        self.cumulative_length = length
+        needed = self._first_needed(length)
+        self._shown = self._views(min(needed, self.first) if self._records_past() else needed, length)
+        self.keys, self.values = self._shown
+
+    def activate_past_recording(self) -> None:
+        """As the library's: rows are kept until the next `crop`."""
+        super().activate_past_recording()
+        if self._owns_views():
+            self._show(self.cumulative_length)
+
+
+class IndexedLayer(TokenMajorLayer, LibraryIndexedLayer):  # type: ignore[misc] # transformers is untyped here
+    """A layer whose attention reads the tokens that an indexer chooses, by keys of its own, [capacity, 1, dim]."""
+
+    def _show_indexer(self, length: int) -> None:
+        self.indexer_keys = self.rows(0, length)[2].transpose(0, 1)
+        self.is_indexer_initialized = True
+
+    def __init__(self, spec: LayerSpec, capacity: int, length: int, *args: Any, **options: Any) -> None:
+        super().__init__(spec, capacity, length, *args, **options)
+        self._show_indexer(length)
+
+    def declare(self, length: int) -> None:
+        """As of other layers, indexer keys included."""
+        super().declare(length)
+        self._show_indexer(length)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Appends [1, n, dim] keys, before or after `update`, and returns all of them, [1, length + n, dim]."""
+        self.settle()
+        if not self._owns_views():
+            return super().update_indexer(indexer_key_states)  # type: ignore[no-any-return]
+        length = self.indexer_keys.shape[1]
+        end = length + indexer_key_states.shape[1]
+        if end > self.storage[0].shape[0]:
+            self._grow(length, end + GROWTH_TOKENS)
+            self._show(length)
+        self.rows(length, end)[2].copy_(indexer_key_states.transpose(0, 1))
+        self._show_indexer(end)
+        return self.indexer_keys
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As of other layers, indexer keys included."""
+        owned = self._owns_views()
+        super().crop(tokens_to_remove)
+        if owned and self._owns_views():
+            self._show_indexer(self.get_seq_length())
+
+
+class EmptyLayer(LibraryDummyLayer):  # type: ignore[misc] # transformers is untyped here
+    """A layer that keeps nothing: it reads the KV of another, or has no attention."""
+
+    first = 0
+
+    def rows(self, start: int, end: int) -> list[torch.Tensor]:  # noqa: ARG002 - as other layers have it
+        """No tensors."""
+        return []
+
+    def declare(self, length: int) -> None:
+        """Nothing to declare."""
+
+
+CacheLayer = TokenMajorLayer | EmptyLayer

@@ -1,0 +1,98 @@
+"""Which models are supported, and what their caches look like: found by asking the library, and by one token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvcdn.errors import UnsupportedModelError
+from kvcdn.layout import MAX_WINDOW, LayerSpec, Layout, TensorSpec
+from kvcdn.model.cache import output_cache
+from kvcdn.model.layers import DTYPE_NAMES, LibraryDummyLayer, LibraryIndexedLayer
+
+_CACHE_DIMENSIONS = 4
+"""[batch, heads, tokens, dim]."""
+
+_KINDS: dict[type, str] = {
+    DynamicLayer: "kv",
+    DynamicSlidingWindowLayer: "window",
+    LibraryIndexedLayer: "indexed",
+    LibraryDummyLayer: "none",
+}
+"""The library's layers that are supported, by exact class: a subclass keeps something more."""
+
+
+def probe_layout(model: PreTrainedModel) -> Layout:
+    """What `model`'s cache looks like, found by running it on one token. Raises UnsupportedModelError, naming the kind."""
+    require_supported(model)
+    with torch.inference_mode():
+        token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+        cache = output_cache(model(input_ids=token, use_cache=True))
+    layers = [_layer_spec(index, layer, model) for index, layer in enumerate(cache.layers)]
+    return Layout(tuple(layers))
+
+
+def require_supported(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError unless all cache layers are of known kinds and no token's KV depends on later ones."""
+    config = model.config.get_text_config(decoder=True)
+    kind = model.config.model_type
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{kind} is an encoder-decoder model; its cross-attention cache is not supported")
+    if getattr(model, "peft_config", None):
+        raise UnsupportedModelError(
+            "the model carries adapters (peft), which its checkpoint's fingerprint does not cover",
+            hint="merge the adapter (merge_and_unload) and save the result as a checkpoint of its own",
+        )
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{kind} reads in both directions: the KV of a token depends on the text behind it")
+    for index, layer in enumerate(DynamicCache(config=model.config).layers):
+        _layer_kind(index, layer, model)
+    for rope in _rope_types(config):
+        if rope in ("dynamic", "longrope"):
+            raise UnsupportedModelError(
+                f"{kind} uses {rope} rope: its keys depend on the length of the whole prompt, not on the prefix"
+            )
+
+
+def _layer_kind(index: int, layer: Any, model: PreTrainedModel) -> str:
+    kind = _KINDS.get(type(layer))
+    if kind is None:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: layer {index} keeps a {type(layer).__name__} in its cache; supported are full"
+            " attention, sliding windows, indexed attention, and layers that share another's KV"
+        )
+    return kind
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(entry.get("rope_type", entry.get("type", "default"))) for entry in [parameters, *nested]}
+
+
+def _layer_spec(index: int, layer: Any, model: PreTrainedModel) -> LayerSpec:
+    kind = _layer_kind(index, layer, model)
+    where = f"{model.config.model_type}: layer {index}"
+    if kind == "none":
+        return LayerSpec(kind, ())
+    if not layer.is_initialized:
+        raise UnsupportedModelError(f"{where} keeps nothing, although its configuration says that it does")
+    window = layer.sliding_window if kind == "window" else None
+    if window is not None and not 2 <= window <= MAX_WINDOW:  # noqa: PLR2004 - FORMAT.md 2.3
+        raise UnsupportedModelError(f"{where} has a window of {window} tokens; supported are 2 to {MAX_WINDOW}")
+    found = [("k", layer.keys), ("v", layer.values)]
+    if kind == "indexed":
+        if layer.indexer_position_ids is not None:
+            raise UnsupportedModelError(f"{where} keeps positions for its indexer, which no block carries")
+        # A layer that attends by another's choice has no indexer.
+        kind = "indexed" if layer.is_indexer_initialized else "kv"
+        found += [("i", layer.indexer_keys.unsqueeze(1))] if layer.is_indexer_initialized else []
+    tensors = []
+    for name, tensor in found:
+        if tensor.ndim != _CACHE_DIMENSIONS or tensor.shape[0] != 1 or tensor.shape[2] != 1 or tensor.dtype not in DTYPE_NAMES:
+            raise UnsupportedModelError(f"{where} keeps {name} as {tuple(tensor.shape)} {tensor.dtype}")
+        tensors.append((name, tensor.shape[1], tensor.shape[3], DTYPE_NAMES[tensor.dtype]))
+    return LayerSpec(kind, tuple(TensorSpec(*tensor) for tensor in tensors), window)
