@@ -12,7 +12,7 @@ from kvcdn.edge.fetch import Fetcher, Found, Refused
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.match import MAX_BODY_BYTES, MatchRequest, match_chain
 from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
-from kvcdn.edge.outcome import CacheOutcome, Reason, cache_status
+from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
 from kvcdn.edge.respond import IMMUTABLE, NO_STORE, FileResponse, FileSlice, HeadResponse, Note, PlainResponse
@@ -69,9 +69,9 @@ class Edge:
             return PlainResponse.line(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
         if isinstance(result, Refused):
             return _refuse(name, result)
-        return self._serve(request, name, result)
+        return await self._serve(request, name, result)
 
-    def _serve(self, request: web.BaseRequest, name: ObjectName, found: Found) -> web.StreamResponse:
+    async def _serve(self, request: web.BaseRequest, name: ObjectName, found: Found) -> web.StreamResponse:
         note = Note("object", name.short, found.outcome)
         headers = {
             "ETag": f'"{found.etag}"',
@@ -92,9 +92,9 @@ class Edge:
             found.file.close()
             headers |= {"Content-Range": f"bytes */{found.size}", "Cache-Control": NO_STORE}
             return PlainResponse.line(note, 416, f"the object has {found.size} bytes", headers)
-        return self._send(request, name, note, found, headers, part if isinstance(part, ByteRange) else None)
+        return await self._send(request, name, note, found, headers, part if isinstance(part, ByteRange) else None)
 
-    def _send(
+    async def _send(
         self,
         request: web.BaseRequest,
         name: ObjectName,
@@ -111,9 +111,13 @@ class Edge:
         if request.method == "HEAD":
             found.file.close()
             return HeadResponse(note, status, headers)
+        part_of_file = FileSlice(found.file, start, length, found.fill)
         if length > SMALL_BYTES:
-            return FileResponse(note, status, headers, FileSlice(found.file, start, length), lambda: self._drop(name))
-        body = FileSlice(found.file, start, length).read()
+            return FileResponse(note, status, headers, part_of_file, lambda: self._drop(name))
+        try:
+            body = await part_of_file.read()
+        except BrokenFillError as error:
+            return _refuse(name, Refused(error.refusal, CacheOutcome.REFUSED))
         if len(body) < length:
             self._drop(name)
             return PlainResponse.line(note, 503, "the cached file is damaged; try again", {"Retry-After": str(RETRY_SECONDS)})

@@ -1,21 +1,26 @@
-"""Arrival: one object on its way from the origin to the disk, checked byte for byte before anyone sees it.
+"""Arrival: one object on its way from the origins to the disk, checked before any byte of it is passed on.
 
 The blocking half of a fill; `fetch` runs it in threads. `begin` reads and checks the envelope, from which the size follows;
-then the loop makes room; `land` writes the object, or leaves nothing.
+then the loop makes room; `land` writes the object and tells how far it is proven. Where an origin breaks off, or sends what is
+damaged, the next goes on at the frontier: at the end of the last segment that is proven. Whatever origins send, each byte is
+held against the hashes of the one envelope that readers were promised.
 """
 
 from __future__ import annotations
 
+import contextlib
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from threading import Event
 
 from kvcdn.edge.inspection import ObjectHead, inspect_head, read_head
-from kvcdn.edge.storage import Room, Staging
+from kvcdn.edge.origins import Origin, Origins, close_pieces, graver
+from kvcdn.edge.staging import Staging
 from kvcdn.edge.target import ObjectName
-from kvcdn.errors import UnavailableError
+from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, UnavailableError
 from kvcdn.signing import TrustList
-from kvcdn.store import BlobStore
+from kvcdn.stores.span import begun
 
 FILL_SECONDS = 60.0
 """What any fill may take."""
@@ -23,66 +28,105 @@ FILL_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 256 * 1024
 """What it may take besides: an origin slower than this for a whole object serves nobody better than a prefill."""
 
+RESUMES = 3
+"""How often an object is taken up again, beyond what a store does by itself: a fill has moved, so waiting a little may pay."""
+
+RESUME_PAUSE_SECONDS = 0.2
+"""First pause before the same origin is asked again; it doubles each time."""
+
+Tell = Callable[[int], None]
+"""Called, in the thread that fills, with the number of leading bytes that are on disk and proven."""
+
 
 class Arrival:
     """An object whose envelope has come and was found good."""
 
-    def __init__(self, name: ObjectName, head: ObjectHead, first: bytes, rest: Iterator[bytes], deadline: float) -> None:
-        self._name = name
+    def __init__(self, name: ObjectName, origins: Origins, origin: Origin, head: ObjectHead, pieces: Iterator[bytes]) -> None:
+        self._name, self._origins, self._origin, self._pieces = name, origins, origin, pieces
         self.head = head
-        self._first = first
-        self._rest = rest
-        self._deadline = deadline + head.size / SLOWEST_BYTES_PER_SECOND
+        self.deadline = time.monotonic() + FILL_SECONDS + head.size / SLOWEST_BYTES_PER_SECOND
+        """On the monotonic clock."""
+        self.resumes = 0
+        """How often the object was taken up again so far."""
+        self._damaging: set[Origin] = set()
 
     @classmethod
-    def begin(cls, store: BlobStore, name: ObjectName, trust: TrustList | None) -> Arrival:
-        """Asks the origin. Raises NotFoundError, CorruptError, UntrustedError, UnavailableError."""
-        deadline = time.monotonic() + FILL_SECONDS
-        pieces = store.stream(name.key)
-        try:
-            first = read_head(name, pieces)
-            head = inspect_head(name, first, trust)
-        except BaseException:
-            _close(pieces)
-            raise
-        return cls(name, head, first, pieces, deadline)
-
-    def land(self, room: Room | None, stopping: Event) -> int:
-        """Writes the object into `room`, or without one into a temporary file; the file's descriptor, which the caller closes.
-
-        Raises CorruptError, UnavailableError, and OSError for what the disk refuses; nothing is left on disk then.
-        """
-        try:
-            staging = Staging(room)
+    def begin(cls, origins: Origins, name: ObjectName, trust: TrustList | None) -> Arrival:
+        """Asks the origins in turn. Raises NotFoundError, CorruptError, UntrustedError, UnavailableError."""
+        failure: KvcdnError | None = None
+        for origin in origins.each:
             try:
-                self._take(self._first, staging)
-                for piece in self._rest:
+                pieces = origin.stream(name.key)
+                try:
+                    first = read_head(name, pieces)
+                    head = inspect_head(name, first, trust)
+                except BaseException:
+                    close_pieces(pieces)
+                    raise
+            except KvcdnError as error:
+                failure = graver(failure, error)
+                continue
+            return cls(name, origins, origin, head, begun(_joined(first, pieces)))
+        raise failure or NotFoundError(f"there is no origin for {name}")
+
+    def land(self, staging: Staging, stopping: Event, tell: Tell) -> None:
+        """Writes the whole object. Raises CorruptError, NotFoundError, UnavailableError, and OSError of the disk."""
+        body, position = self.head.body, 0
+        try:
+            while True:
+                try:
+                    for piece in self._pieces:
+                        self._check_time(stopping)
+                        # Written first: what the check proves of a piece that it refuses in the middle is on disk then.
+                        staging.write(piece[: max(self.head.size - position, 0)], position)
+                        body.update(piece)
+                        position += len(piece)
+                        tell(body.verified)
+                    body.finish()
+                    return
+                except KvcdnError as error:
                     self._check_time(stopping)
-                    self._take(piece, staging)
-                self.head.body.finish()
-                return staging.commit()
-            except BaseException:
-                staging.discard()
-                raise
+                    position = self._resume(error)
         finally:
             self.abandon()
 
     def abandon(self) -> None:
         """Lets go of the origin."""
-        _close(self._rest)
+        close_pieces(self._pieces)
 
-    def _take(self, piece: bytes, staging: Staging) -> None:
-        self.head.body.update(piece)
-        staging.write(piece)
+    def _resume(self, failure: KvcdnError) -> int:
+        """Goes on at the frontier with the next origin that can; the position there. Raises `failure` where none can."""
+        self.abandon()
+        if isinstance(failure, IntegrityError):
+            self._damaging.add(self._origin)
+        place = self._origins.each.index(self._origin)
+        others = (*self._origins.each[place + 1 :], *self._origins.each[: place + 1])
+        while usable := [origin for origin in others if origin not in self._damaging]:
+            for origin in usable:
+                if self.resumes == RESUMES:
+                    raise failure
+                self.resumes += 1
+                if origin is self._origin:
+                    time.sleep(RESUME_PAUSE_SECONDS * 2**self.resumes * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
+                with contextlib.suppress(KvcdnError):
+                    self._pieces = origin.stream(self._name.key, self.head.body.verified)
+                    self._origin = origin
+                    self.head.body.restart()
+                    return self.head.body.verified
+        raise failure
 
     def _check_time(self, stopping: Event) -> None:
         if stopping.is_set():
             raise UnavailableError(f"{self._name}: the edge is stopping")
-        if time.monotonic() > self._deadline:
+        if time.monotonic() > self.deadline:
             raise UnavailableError(f"{self._name}: the origin takes too long to send {self.head.size:,} bytes")
 
 
-def _close(pieces: Iterator[bytes]) -> None:
-    close = getattr(pieces, "close", None)
-    if close is not None:
-        close()
+def _joined(first: bytes, rest: Iterator[bytes]) -> Generator[bytes, None, None]:
+    """`first`, then `rest`, behind a dummy, see `begun`."""
+    try:
+        yield b""
+        yield first
+        yield from rest
+    finally:
+        close_pieces(rest)

@@ -1,8 +1,8 @@
-"""The read path: an object from the cache, or from the origin by one fill, however many ask.
+"""The read path: an object from the cache, or from the origins by one fill, however many ask.
 
-A fill is a task of its own: it goes on when those who asked have left. Its blocking halves (`arrival`) run in threads; index
-and accounting are touched by the loop's thread only. What a fill ends with, object or refusal, goes to everyone who waited;
-the object as an open file, so that eviction cannot come between.
+A fill is a task of its own: it goes on when those who asked have left. Its blocking halves (`arrival`, `staging`) run in
+threads; index and accounting are touched by the loop's thread only. Who asks while an object is on its way joins the fill and
+reads what is proven so far, from the fill's file, so that eviction cannot come between. What a fill ends with goes to all.
 """
 
 from __future__ import annotations
@@ -11,23 +11,27 @@ import asyncio
 import logging
 import os
 import time
-import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from threading import Event
 
-from kvcdn.edge.arrival import Arrival
+from kvcdn.edge.arrival import FILL_SECONDS, Arrival
+from kvcdn.edge.fill import Fill
+from kvcdn.edge.fill_lock import FillState
 from kvcdn.edge.inspection import inspect_head
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
+from kvcdn.edge.origins import Origins
 from kvcdn.edge.outcome import REMEMBERED_SECONDS, CacheOutcome, Reason, Refusal
-from kvcdn.edge.storage import DISK_FULL, DiskCache, OpenEntry
+from kvcdn.edge.staging import DISK_FULL, Memory, Room, Staging
+from kvcdn.edge.storage import DiskCache, OpenEntry
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
 from kvcdn.errors import CorruptError, IntegrityError, KvcdnError
 from kvcdn.signing import TrustList
-from kvcdn.store import BlobStore
 
 RUNNING_FILLS = 8
 """Fills that run at once. Each holds two or three pieces of a megabyte; eight fill any link from one origin."""
@@ -44,6 +48,12 @@ STOP_SECONDS = 2.0
 REFUSALS_REMEMBERED = 16384
 """Bounds the memory of what the origin lacks: some 10 MB."""
 
+HANG_SECONDS = 120.0
+"""A fill that outlives its deadline by this hangs in a system call: its place is given to others."""
+
+JOINS = 3
+"""Fills that one request joins or begins before it gives up: one that its writer left, or that hangs, has a successor."""
+
 log = logging.getLogger("kvcdn.edge.fetch")
 
 
@@ -57,6 +67,8 @@ class Found:
     age: int
     """Whole seconds since the edge stored it."""
     outcome: CacheOutcome
+    fill: Fill | None = None
+    """The fill that writes `file` while it is read: nothing behind what it has reached is the object's."""
 
 
 @dataclass(frozen=True)
@@ -67,26 +79,16 @@ class Refused:
     outcome: CacheOutcome
 
 
-class _Filled:
-    """What a fill leaves to those who wait: the file, open, until the last of them took its copy."""
-
-    def __init__(self, descriptor: int, size: int, etag: str, *, stored: bool) -> None:
-        self.size, self.etag, self.stored = size, etag, stored
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
-
-    def open(self) -> FileIO:
-        return FileIO(os.dup(self._descriptor))
-
-
 class Fetcher:
     """Finds objects. For the event loop's thread."""
 
-    def __init__(self, store: BlobStore, cache: DiskCache, trust: TrustList | None, metrics: Metrics) -> None:
-        self._store, self._cache, self._trust, self._metrics = store, cache, trust, metrics
-        self._flights: dict[str, asyncio.Task[_Filled | Refusal]] = {}
+    def __init__(self, origins: Origins, cache: DiskCache, trust: TrustList | None, metrics: Metrics) -> None:
+        self._origins, self._cache, self._trust, self._metrics = origins, cache, trust, metrics
+        self._fills: dict[str, Fill] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._refusals: FadingMemory[Refusal] = FadingMemory(REFUSALS_REMEMBERED)
         self._places = asyncio.Semaphore(RUNNING_FILLS)
+        self._memory = Memory()
         self._stopping = Event()
 
     async def get(self, name: ObjectName) -> Found | Refused:
@@ -103,8 +105,8 @@ class Fetcher:
     async def stop(self) -> None:
         """Ends fills under way at their next piece, leaving nothing behind; waits a moment for those that hang."""
         self._stopping.set()
-        if self._flights:
-            await asyncio.wait(self._flights.values(), timeout=STOP_SECONDS)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=STOP_SECONDS)
 
     async def _confirm(self, name: ObjectName, opened: OpenEntry) -> str | None:
         """The tag of a file that an earlier process stored, from its envelope; None, and it is dropped, if that is bad."""
@@ -118,89 +120,154 @@ class Fetcher:
         return head
 
     async def _fill_or_follow(self, name: ObjectName) -> Found | Refused:
-        flight = self._flights.get(name.key)
-        leading = flight is None
-        if flight is None:
-            if len(self._flights) >= WAITING_FILLS:
-                busy = Refusal(Reason.BUSY, f"{WAITING_FILLS} objects are on their way already; try again")
-                return Refused(busy, CacheOutcome.REFUSED)
-            flight = self._take_off(name)
-        # The fill outlives a request that is cancelled while it waits.
-        result = await asyncio.shield(flight)
-        if isinstance(result, Refusal):
-            return Refused(result, CacheOutcome.REFUSED)
-        outcome = CacheOutcome.COLLAPSED if not leading else CacheOutcome.MISS if result.stored else CacheOutcome.PASSED
-        return Found(result.open(), result.size, result.etag, 0, outcome)
+        refusal = Refusal(Reason.BUSY, f"{name}: {JOINS} fills came to nothing")
+        for _ in range(JOINS):
+            fill = self._fills.get(name.key)
+            leading = fill is None or not fill.admits
+            if fill is None or not fill.admits:
+                if len(self._tasks) >= WAITING_FILLS:
+                    busy = Refusal(Reason.BUSY, f"{WAITING_FILLS} objects are on their way already; try again")
+                    return Refused(busy, CacheOutcome.REFUSED)
+                fill = self._begin(name)
+            state = await fill.opened()
+            if state in (FillState.WRITING, FillState.DONE) and fill.spool is not None:
+                outcome = CacheOutcome.COLLAPSED if not leading else CacheOutcome.MISS if fill.stored else CacheOutcome.PASSED
+                return Found(fill.spool.open(), fill.size, fill.etag, 0, outcome, fill)
+            refusal = fill.refusal_for(state)
+            if state not in (FillState.WRITER_GONE, FillState.TOO_OLD):
+                break
+        return Refused(refusal, CacheOutcome.REFUSED)
 
-    def _take_off(self, name: ObjectName) -> asyncio.Task[_Filled | Refusal]:
-        flight = asyncio.create_task(self._fly(name), name=f"fill {name}")
-        self._flights[name.key] = flight
+    def _begin(self, name: ObjectName) -> Fill:
+        fill = self._fills[name.key] = Fill(name, WAIT_SECONDS + FILL_SECONDS)
+        # The fill outlives the request that began it.
+        task = asyncio.create_task(self._run(fill), name=f"fill {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return fill
+
+    async def _run(self, fill: Fill) -> None:
         self._metrics.fills_running.inc()
-        flight.add_done_callback(lambda _: self._land(name))
-        return flight
+        try:
+            refusal = await self._attempt(fill)
+            if refusal is not None:
+                self._refuse(fill, refusal)
+        finally:
+            fill.abandon()
+            self._metrics.fills_running.dec()
+            if self._fills.get(fill.name.key) is fill:
+                del self._fills[fill.name.key]
 
-    def _land(self, name: ObjectName) -> None:
-        del self._flights[name.key]
-        self._metrics.fills_running.dec()
+    def _refuse(self, fill: Fill, refusal: Refusal) -> None:
+        self._metrics.fills.labels(refusal.reason).inc()
+        if seconds := REMEMBERED_SECONDS.get(refusal.reason):
+            self._refusals.put(fill.name.key, refusal, seconds)
+        if refusal.reason is not Reason.NOT_FOUND:
+            log.warning("no %s: %s: %s", fill.name, refusal.reason, refusal.message)
+        fill.fail(refusal)
 
-    async def _fly(self, name: ObjectName) -> _Filled | Refusal:
-        result = await self._attempt(name)
-        if isinstance(result, Refusal):
-            self._metrics.fills.labels(result.reason).inc()
-            if seconds := REMEMBERED_SECONDS.get(result.reason):
-                self._refusals.put(name.key, result, seconds)
-            if result.reason is not Reason.NOT_FOUND:
-                log.warning("no %s: %s: %s", name, result.reason, result.message)
-        else:
-            self._metrics.fills.labels("stored" if result.stored else "passed").inc()
-            self._metrics.origin_bytes.inc(result.size)
-        return result
-
-    async def _attempt(self, name: ObjectName) -> _Filled | Refusal:
+    async def _attempt(self, fill: Fill) -> Refusal | None:
+        """None once the object is complete."""
+        name = fill.name
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await self._places.acquire()
         except TimeoutError:
             return Refusal(Reason.BUSY, f"{name} waited {WAIT_SECONDS:.0f} s for a place to be filled")
         try:
-            return await self._fill(name)
+            async with asyncio.timeout(FILL_SECONDS + HANG_SECONDS) as limit:
+                await self._receive(fill, limit)
         except KvcdnError as error:
             return Refusal.of(error)
+        except TimeoutError:
+            return Refusal(Reason.ORIGIN_UNAVAILABLE, f"{name}: the origin or the disk hangs")
         except OSError as error:
-            return Refusal(Reason.DISK_ERROR, f"{name}: the cache's disk failed ({error.strerror})")
+            reason = Reason.DISK_FULL if error.errno in DISK_FULL else Reason.DISK_ERROR
+            return Refusal(reason, f"{name}: the edge's disk {_DISK_WORDS[reason]} ({error.strerror})")
         except Exception:
             log.exception("filling %s failed", name)
             return Refusal(Reason.INTERNAL, f"{name}: the edge failed, its log says how")
         finally:
             self._places.release()
+        return None
 
-    async def _fill(self, name: ObjectName) -> _Filled | Refusal:
-        """Stores the object; where the disk is full, makes room and tries again, then does without storing."""
-        for keep in (True, True, False):
-            try:
-                return await self._receive(name, keep=keep)
-            except OSError as error:
-                if error.errno not in DISK_FULL:
-                    raise
-                log.warning("the disk of %s is full below the capacity: %s", self._cache.folder, error.strerror)
-        return Refusal(Reason.DISK_FULL, f"{name}: the edge's disk is full")
-
-    async def _receive(self, name: ObjectName, *, keep: bool) -> _Filled:
+    async def _receive(self, fill: Fill, limit: asyncio.Timeout) -> None:
         self._metrics.origin_requests.labels("get").inc()
-        arrival = await in_thread(Arrival.begin, self._store, name, self._trust)
-        size, etag = arrival.head.size, arrival.head.etag
-        room = self._cache.reserve(name, size) if keep else None
+        arrival = await in_thread(Arrival.begin, self._origins, fill.name, self._trust)
+        limit.reschedule(asyncio.get_running_loop().time() + arrival.deadline - time.monotonic() + HANG_SECONDS)
         try:
-            descriptor = await in_thread(arrival.land, room, self._stopping)
-        except BaseException as error:
-            if room is not None:
-                self._cache.release(room)
-            if room is not None and isinstance(error, OSError) and error.errno in DISK_FULL:
-                self._cache.relieve(size)
+            staging, room = await self._stage(fill.name, arrival.head.size)
+        except BaseException:
+            arrival.abandon()
             raise
-        if room is not None:
-            self._cache.commit(room, etag)
-        return _Filled(descriptor, size, etag, stored=room is not None)
+        fill.open(staging.spool, arrival.head.size, arrival.head.etag, arrival.deadline, stored=room is not None)
+        landing = asyncio.ensure_future(in_thread(_land, arrival, staging, self._stopping, _told(fill)))
+        landing.add_done_callback(lambda done: self._landed(fill, room, done))
+        try:
+            # A thread that hangs keeps its room until it ends: what it may still write is counted.
+            kept = await asyncio.shield(landing)
+        finally:
+            self._metrics.resumes.inc(arrival.resumes)
+        self._metrics.origin_bytes.inc(fill.size)
+        self._metrics.fills.labels("stored" if kept and room is not None else "passed").inc()
+        fill.finish()
+
+    def _landed(self, fill: Fill, room: Room | None, landing: asyncio.Future[bool]) -> None:
+        """The thread that filled has ended."""
+        kept = not landing.cancelled() and landing.exception() is None and landing.result()
+        if room is not None and kept:
+            self._cache.commit(room, fill.etag)
+        elif room is not None:
+            self._cache.release(room)
+
+    async def _stage(self, name: ObjectName, size: int) -> tuple[Staging, Room | None]:
+        """A place for an object: in the cache, after making room where the disk is full below the cap; else beside it."""
+        for _ in range(2):
+            room = self._cache.reserve(name, size)
+            if room is None:
+                break
+            try:
+                return await in_thread(Staging.within, room), room
+            except OSError as error:
+                self._cache.release(room)
+                log.warning("no room for %s in %s: %s", name, self._cache.folder, error.strerror)
+                if error.errno not in DISK_FULL:
+                    break
+                self._cache.relieve(size)
+        return await in_thread(Staging.passing, size, self._memory), None
+
+
+_DISK_WORDS = {Reason.DISK_FULL: "is full", Reason.DISK_ERROR: "failed"}
+
+
+def _land(arrival: Arrival, staging: Staging, stopping: Event, tell: Callable[[int], None]) -> bool:
+    """Receives an object and makes it durable; False where the disk does not: then it has passed through, and that is all.
+
+    Raises as `Arrival.land`, and leaves nothing behind.
+    """
+    try:
+        arrival.land(staging, stopping, tell)
+    except BaseException:
+        staging.discard()
+        raise
+    try:
+        staging.commit()
+    except OSError as error:
+        log.warning("cannot keep an object: %s", error.strerror)
+        staging.discard()
+        return False
+    return True
+
+
+def _told(fill: Fill) -> Callable[[int], None]:
+    """What the thread that fills calls, for `fill.advance` in the loop."""
+    loop = asyncio.get_running_loop()
+
+    def tell(verified: int) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            loop.call_soon_threadsafe(fill.advance, verified)
+
+    return tell
 
 
 def _check_file(name: ObjectName, opened: OpenEntry, trust: TrustList | None) -> str:

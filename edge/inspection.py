@@ -18,6 +18,13 @@ from kvcdn.signing import PublicKey, TrustList
 class BodyCheck(Protocol):
     """Takes all bytes of an object, from its first, in pieces of any size."""
 
+    @property
+    def verified(self) -> int:
+        """How many bytes from the first are proven, of those taken: only these may be passed on."""
+
+    def restart(self) -> None:
+        """Forgets what it took behind `verified`: those bytes will come again."""
+
     def update(self, piece: bytes | memoryview) -> None:
         """Raises CorruptError as soon as something is wrong."""
 
@@ -39,7 +46,14 @@ class _ManifestBody:
     """A manifest is its envelope: only its length is left to check."""
 
     def __init__(self, size: int, what: str) -> None:
-        self._left, self._what = size, what
+        self._size, self._left, self._what = size, size, what
+
+    @property
+    def verified(self) -> int:
+        return 0 if self._left else self._size
+
+    def restart(self) -> None:
+        self._left = self._size
 
     def update(self, piece: bytes | memoryview) -> None:
         self._left -= len(piece)

@@ -87,9 +87,15 @@ def _environment(settings: EdgeSettings, given: dict[str, Any]) -> dict[str, str
     for field in given:
         value = getattr(settings, field)
         if value is not None:
-            text = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
-            inherited[ENV_PREFIX + field.upper()] = text
+            inherited[ENV_PREFIX + field.upper()] = _as_text(value)
     return inherited
+
+
+def _as_text(value: Any) -> str:
+    """As the environment has it: lists in JSON."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return json.dumps(value) if isinstance(value, tuple) else str(value)
 
 
 def _await_ready(process: subprocess.Popen[bytes], ready: Path, log_path: Path) -> str:

@@ -7,6 +7,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvcdn.edge.origins import Origins
 from kvcdn.edge.storage import DiskCache
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -36,6 +37,9 @@ class Metrics:
         )
         self.origin_bytes = Counter("kvcdn_edge_origin_bytes", "Object bytes filled from the origin.", registry=self.registry)
         self.fills = Counter("kvcdn_edge_fills", "Fills ended, by how.", ["outcome"], registry=self.registry)
+        self.resumes = Counter(
+            "kvcdn_edge_fill_resumes", "Fills taken up again behind what was proven, by any origin.", registry=self.registry
+        )
         self.fills_running = Gauge("kvcdn_edge_fills_running", "Fills under way or waiting.", registry=self.registry)
 
         self.scrubbed = Counter(
@@ -47,6 +51,10 @@ class Metrics:
         """Shows the state of `cache` besides."""
         self.registry.register(_CacheCollector(cache))
 
+    def watch_origins(self, origins: Origins) -> None:
+        """Shows which of `origins` count as down."""
+        self.registry.register(_OriginCollector(origins))
+
     def observe(self, route: str, status: int, cache: str, size: int, seconds: float) -> None:
         """Counts one answered request."""
         self.requests.labels(route, str(status), cache).inc()
@@ -56,6 +64,17 @@ class Metrics:
     def render(self) -> bytes:
         """The exposition text, of type CONTENT_TYPE."""
         return generate_latest(self.registry)
+
+
+class _OriginCollector(Collector):
+    def __init__(self, origins: Origins) -> None:
+        self._origins = origins
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        family = GaugeMetricFamily("kvcdn_edge_origin_up", "0 while an origin rests, because it is down.", labels=["origin"])
+        for place, origin in enumerate(self._origins.each):
+            family.add_metric([str(place)], float(not origin.down))
+        return [family]
 
 
 class _CacheCollector(Collector):

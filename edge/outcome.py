@@ -66,6 +66,9 @@ STATUS = {
     Reason.INTERNAL: 500,
 }
 
+PASSING_TROUBLES = frozenset({Reason.ORIGIN_UNAVAILABLE, Reason.DISK_FULL, Reason.DISK_ERROR, Reason.BUSY, Reason.INTERNAL})
+"""Reasons that say nothing of the object: asking again may help."""
+
 REMEMBERED_SECONDS = {
     Reason.NOT_FOUND: 2.0,
     Reason.CORRUPT: 5.0,
@@ -102,3 +105,11 @@ _REASONS: tuple[tuple[type[KvcdnError], Reason], ...] = (
     (CorruptError, Reason.CORRUPT),
     (UnavailableError, Reason.ORIGIN_UNAVAILABLE),
 )
+
+
+class BrokenFillError(Exception):
+    """An object that was on its way will not come to its end: the refusal says why. What was passed on of it is right."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal

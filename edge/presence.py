@@ -6,9 +6,9 @@ import asyncio
 
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
+from kvcdn.edge.origins import Origins
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.threads import in_thread
-from kvcdn.store import BlobStore
 
 RUNNING_STATS = 8
 """Questions to the origin at once: each holds a thread and a connection."""
@@ -28,8 +28,8 @@ ABSENT_SECONDS = 2.0
 class Presence:
     """Sizes of objects by key. For the event loop's thread."""
 
-    def __init__(self, store: BlobStore, cache: DiskCache, metrics: Metrics) -> None:
-        self._store, self._cache, self._metrics = store, cache, metrics
+    def __init__(self, origins: Origins, cache: DiskCache, metrics: Metrics) -> None:
+        self._origins, self._cache, self._metrics = origins, cache, metrics
         self._present: FadingMemory[int] = FadingMemory(PRESENT_REMEMBERED)
         self._absent: FadingMemory[bool] = FadingMemory(ABSENT_REMEMBERED)
         self._asking: dict[str, asyncio.Task[int | None]] = {}
@@ -54,7 +54,7 @@ class Presence:
     async def _ask(self, key: str) -> int | None:
         async with self._places:
             self._metrics.origin_requests.labels("stat").inc()
-            info = await in_thread(self._store.stat, key)
+            info = await in_thread(self._origins.stat, key)
         if info is None:
             self._absent.put(key, value=True, seconds=ABSENT_SECONDS)
             return None

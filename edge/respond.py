@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
+from typing import Protocol
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from kvcdn.edge.outcome import CacheOutcome
+from kvcdn.edge.outcome import BrokenFillError, CacheOutcome
 
 SERVER = "kvcdn"
 
@@ -62,6 +63,13 @@ class HeadResponse(web.StreamResponse):
         self.sent = 0
 
 
+class Progress(Protocol):
+    """What a file that is still being written holds already."""
+
+    async def reach(self, position: int) -> int:
+        """Waits until bytes behind `position` may be sent; up to where. Raises BrokenFillError."""
+
+
 @dataclass(frozen=True)
 class FileSlice:
     """`length` bytes of an open file from `start`."""
@@ -69,11 +77,22 @@ class FileSlice:
     file: FileIO
     start: int
     length: int
+    progress: Progress | None = None
+    """Of a file that grows; None where all is there."""
 
-    def read(self) -> bytes:
-        """The bytes, fewer where the file ends early; closes the file."""
+    async def read(self) -> bytes:
+        """The bytes, fewer where the file ends early; closes the file. Raises BrokenFillError."""
         with self.file:
+            stop = self.start + self.length
+            if self.progress is not None:
+                await self.progress.reach(stop - 1)
             return os.pread(self.file.fileno(), self.length, self.start)
+
+    async def ready(self, done: int) -> int:
+        """How many bytes behind the first `done` may be sent now, 1 or more. Raises BrokenFillError."""
+        if self.progress is None:
+            return self.length - done
+        return min(await self.progress.reach(self.start + done) - self.start, self.length) - done
 
 
 class FileResponse(web.StreamResponse):
@@ -114,7 +133,10 @@ class FileResponse(web.StreamResponse):
         loop = asyncio.get_running_loop()
         source = self._source
         while self.sent < source.length:
-            count = min(PIECE_BYTES, source.length - self.sent)
+            try:
+                count = min(PIECE_BYTES, await source.ready(self.sent))
+            except BrokenFillError as error:
+                raise ConnectionResetError(str(error)) from error
             try:
                 async with asyncio.timeout(STALL_SECONDS):
                     sent = await loop.sendfile(transport, source.file, source.start + self.sent, count, fallback=False)

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kvcdn.edge.fetch import Fetcher
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.logs import logging_to_stderr
 from kvcdn.edge.metrics import Metrics
+from kvcdn.edge.origins import Origins
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.scrub import Scrub
 from kvcdn.edge.settings import EdgeSettings
@@ -45,6 +46,7 @@ class ServingEdge:
 
     url: str
     cache: DiskCache
+    origins: Origins
     metrics: Metrics
 
 
@@ -54,20 +56,21 @@ def run(settings: EdgeSettings) -> None:
     Raises UsageError for settings that cannot be, UnavailableError where origin, disk or port are not to be had.
     """
     origin_token = settings.origin_token.get_secret_value() if settings.origin_token else None
-    store = open_store(settings.origin, endpoint=settings.endpoint, token=origin_token)
+    stores = [open_store(settings.origin, endpoint=settings.endpoint, token=origin_token)]
+    stores += [open_store(url) for url in settings.fallback_origins]
     _raise_descriptor_limit()
     with logging_to_stderr(settings.log_level):
-        asyncio.run(_serve_until_signal(settings, store))
+        asyncio.run(_serve_until_signal(settings, stores))
 
 
-async def _serve_until_signal(settings: EdgeSettings, store: BlobStore) -> None:
+async def _serve_until_signal(settings: EdgeSettings, stores: Sequence[BlobStore]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with serving(settings, store) as edge:
+    async with serving(settings, *stores) as edge:
         sys.stderr.write(
-            f"kvcdn edge at {edge.url}, origin {store.url}, cache {edge.cache.folder}: "
+            f"kvcdn edge at {edge.url}, origin {edge.origins.url}, cache {edge.cache.folder}: "
             f"{len(edge.cache)} objects, {_readable(edge.cache.used)} of {_readable(edge.cache.capacity)}\n"
         )
         sys.stderr.flush()
@@ -77,22 +80,24 @@ async def _serve_until_signal(settings: EdgeSettings, store: BlobStore) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(settings: EdgeSettings, store: BlobStore) -> AsyncIterator[ServingEdge]:
-    """An edge of `settings` before `store`, in the running loop. Raises as `run`."""
+async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[ServingEdge]:
+    """An edge of `settings` before `stores`, which are asked in this order, in the running loop. Raises as `run`."""
     guard = Guard.of(settings)
     trust = _trust_list(settings.trust_file)
     metrics = Metrics()
+    origins = Origins(stores)
     cache = DiskCache(settings.cache_dir, settings.capacity)
     try:
         metrics.watch(cache)
-        fetcher = Fetcher(store, cache, trust, metrics)
-        edge = Edge(fetcher, Presence(store, cache, metrics), cache, guard, metrics)
+        metrics.watch_origins(origins)
+        fetcher = Fetcher(origins, cache, trust, metrics)
+        edge = Edge(fetcher, Presence(origins, cache, metrics), cache, guard, metrics)
         runner = web.ServerRunner(_server(settings, edge, metrics), shutdown_timeout=settings.shutdown_seconds)
         await runner.setup()
         try:
             url = await _listen(settings, runner)
             async with Scrub(cache, trust, metrics, settings.scrub_bytes_per_second).running():
-                yield ServingEdge(url, cache, metrics)
+                yield ServingEdge(url, cache, origins, metrics)
         finally:
             await runner.cleanup()
             await fetcher.stop()

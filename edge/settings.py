@@ -100,6 +100,11 @@ class EdgeSettings(BaseSettings):
     origin: str = Field(min_length=1, description="Where objects come from: a folder, s3://bucket/prefix, http(s)://host.")
     endpoint: str | None = Field(default=None, description="The S3 endpoint, for a server that is not AWS.")
     origin_token: SecretStr | None = Field(default=None, description="Bearer token for an http(s) origin that asks for one.")
+    fallback_origins: tuple[str, ...] = Field(
+        default=(),
+        max_length=8,
+        description="Asked in turn for what the origins before lack or cannot give. As a variable: a JSON array.",
+    )
     cache_dir: Path = Field(
         default=Path("~/.cache/kvcdn/edge"), description="Folder of cached objects, of this edge alone; made with mode 0700."
     )

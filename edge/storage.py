@@ -8,7 +8,7 @@ An object's size is part of its file's name, so that a start needs no file opene
 says is deleted. The id is new for every file, so that deleting an evicted file never touches its successor. The first use of
 a file after a start checks its envelope again, against the trust list of today.
 
-`DiskCache` belongs to the event loop's thread and only opens and forgets files; whatever may take long (`Staging`, deleting
+`DiskCache` belongs to the event loop's thread and only opens and forgets files; whatever may take long (`staging`, deleting
 victims) is done by the threads that fill. Room is promised before victims are deleted, and may be promised to another fill than
 the one that evicted them: so whoever begins to write first deletes all victims of everyone (`Departed`).
 """
@@ -16,33 +16,25 @@ the one that evicted them: so whoever begins to write first deletes all victims 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
 import re
 import secrets
-import tempfile
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from threading import Lock
 
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.edge.eviction import Eviction
+from kvcdn.edge.staging import FILE_MODE, Departed, Room, delete_files, sync_folder
 from kvcdn.edge.target import Kind, ObjectName
 from kvcdn.errors import UnavailableError, UsageError
 
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What a disk answers that takes no more: no space, no quota, no file this large."""
-
 FOLDER_MODE = 0o700
 """What is cached here is ciphertext, yet which documents are in use is nobody else's business."""
-
-FILE_MODE = 0o600
 
 _FANOUT = 256
 """Folders of objects, by the address's first two digits: made once, so that a fill syncs one existing folder."""
@@ -72,35 +64,6 @@ class OpenEntry:
 
     file: FileIO
     entry: Entry
-
-
-class Departed:
-    """Files that the index has forgotten and the disk still holds. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._paths: deque[Path] = deque()
-        self._deleting = Lock()
-
-    def add(self, paths: Iterable[Path]) -> None:
-        """Notes `paths` for deletion; never waits."""
-        self._paths.extend(paths)
-
-    def delete(self) -> None:
-        """On return everything noted before the call is deleted, whoever did it."""
-        with self._deleting:
-            while self._paths:
-                delete_files([self._paths.popleft()])
-
-
-@dataclass(frozen=True)
-class Room:
-    """Space set aside for one object, free once `departed` are deleted."""
-
-    name: ObjectName
-    size: int
-    staging: Path
-    final: Path
-    departed: Departed = field(repr=False)
 
 
 class DiskCache:
@@ -258,58 +221,6 @@ class DiskCache:
             self._eviction.add(key, entry.size)
         self._forget(self._eviction.trim())
         self._departed.delete()
-
-
-class Staging:
-    """A file that becomes a cached object, or nothing at all. For one thread."""
-
-    def __init__(self, room: Room | None) -> None:
-        """Opens an empty file in `room`, once what left for it is deleted; without a room, a nameless temporary file."""
-        self._room = room
-        if room is None:
-            with tempfile.TemporaryFile(buffering=0) as file:
-                self._file = os.dup(file.fileno())
-        else:
-            room.departed.delete()
-            self._file = os.open(room.staging, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
-
-    def write(self, piece: bytes) -> None:
-        """Appends `piece`. Raises OSError; one of DISK_FULL where the disk takes no more."""
-        view = memoryview(piece)
-        while view:
-            view = view[os.write(self._file, view) :]
-
-    def commit(self) -> int:
-        """Makes the object durable under its final name. Its file descriptor, open for reading, is the caller's now."""
-        if self._room is not None:
-            os.fsync(self._file)
-            self._room.staging.rename(self._room.final)
-            sync_folder(self._room.final.parent)
-        return self._file
-
-    def discard(self) -> None:
-        """Leaves nothing behind, after a failure anywhere, `commit` included."""
-        os.close(self._file)
-        if self._room is not None:
-            delete_files([self._room.staging, self._room.final])
-
-
-def delete_files(paths: Iterable[Path]) -> None:
-    """Deletes `paths`; one that is gone already, or does not go, is no reason to stop serving."""
-    for path in paths:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("cannot delete %s: %s", path, error.strerror)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _take_lock(path: Path) -> int:

@@ -222,16 +222,26 @@ def seal_block(
 
 
 class SegmentVerifier:
-    """Checks the hashes of a whole block as its bytes stream by, in constant memory: what an edge does before it commits."""
+    """Checks the hashes of a whole block as its bytes stream by, in constant memory: what an edge does before it passes on."""
 
     def __init__(self, header: BlockHeader) -> None:
         self._what = f"block {header.address}"
         self._segments = iter(header.segments)
         self._to_skip = header.envelope_bytes
+        self._passed = header.envelope_bytes
         self._next()
 
     def _next(self) -> None:
         self._segment = next(self._segments, None)
+        self.restart()
+
+    @property
+    def verified(self) -> int:
+        """How many bytes from the first were taken and are proven: the envelope by its signature, segments by their hashes."""
+        return 0 if self._to_skip else self._passed
+
+    def restart(self) -> None:
+        """Forgets what it took behind `verified`, the envelope's end or later: those bytes will come again."""
         self._left = self._segment.length if self._segment else 0
         self._hasher = blake3()
 
@@ -251,6 +261,7 @@ class SegmentVerifier:
             if self._left == 0:
                 if self._hasher.digest() != self._segment.blake3:
                     raise CorruptError(f"{self._what}: hash of layer {self._segment.layer} does not match")
+                self._passed += self._segment.length
                 self._next()
 
     def finish(self) -> None:

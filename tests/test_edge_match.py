@@ -33,6 +33,7 @@ from support.edge_process import (
     origin_gets,
     origin_stats,
     running_edge,
+    settle,
 )
 
 TAG = "0f" * 16
@@ -149,6 +150,7 @@ def test_a_cached_chain_is_answered_at_once_without_the_origin(document: Documen
     with running_edge(str(tmp_path / "origin"), tmp_path / "cache") as edge:
         for key in document.blocks:
             ask(edge.url, f"/{key}")
+        settle(edge.url)
         before = origin_gets(edge.url), origin_stats(edge.url)
         (tmp_path / "origin").rename(tmp_path / "gone")
         body = json.dumps({"addresses": document.addresses, "model": str(document.model.tag)}).encode()
@@ -184,6 +186,7 @@ def test_with_the_origin_down_what_is_here_is_answered(document: Document, tmp_p
     with edge_in_thread(store, tmp_path / "cache") as edge:
         for key in keys[:2]:
             ask(edge.url, f"/{key}")
+        settle(edge.url)
         store.down = True
         reply = ask_match(edge.url, document.model.tag, document.addresses)
         assert (2, sizes[:2]) == _matched(reply)

@@ -13,7 +13,7 @@ from kvcdn.errors import UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
-from support.edge_process import ask, edge_in_thread, metric, object_files, origin_gets, running_edge
+from support.edge_process import ask, edge_in_thread, metric, object_files, origin_gets, running_edge, settle
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,7 @@ def test_rot_behind_a_running_edge_is_found_and_mended(document: Document, tmp_p
     with running_edge(str(tmp_path / "origin"), tmp_path / "cache", scrub_bytes_per_second="20MB") as edge:
         for name in document.objects:
             ask(edge.url, f"/{name}")
+        settle(edge.url)
         files = {path.name[:64]: path for path in object_files(tmp_path / "cache")}
         _await(lambda: _found(edge.url, "sound") >= 3)
         rotten = [files[key.rsplit("/", 1)[1]], files[document.manifest_key.rsplit("/", 1)[1]]]
@@ -73,6 +74,7 @@ def test_what_vanished_is_forgotten(document: Document, tmp_path: Path) -> None:
     with edge_in_thread(store, tmp_path / "cache", scrub_bytes_per_second="20MB") as edge:
         for name in document.objects:
             ask(edge.url, f"/{name}")
+        settle(edge.url)
         object_files(tmp_path / "cache")[0].unlink()
         _await(lambda: _found(edge.url, "gone") == 1)
         assert 2 == len(edge.cache)
@@ -87,6 +89,7 @@ def test_the_rate_holds(document: Document, tmp_path: Path) -> None:
     with edge_in_thread(store, tmp_path / "cache", scrub_bytes_per_second=200_000) as edge:
         for name in document.objects:
             ask(edge.url, f"/{name}")
+        settle(edge.url)
         time.sleep(1.5)
         read = metric(edge.url, "kvcdn_edge_scrubbed_bytes_total")
         assert 0 < read <= 200_000 * (time.monotonic() - started)
@@ -100,6 +103,7 @@ def test_a_scrub_may_be_off(document: Document, tmp_path: Path) -> None:
     document.publish(store)
     with edge_in_thread(store, tmp_path / "cache", scrub_bytes_per_second=0) as edge:
         ask(edge.url, f"/{document.manifest_key}")
+        settle(edge.url)
         time.sleep(0.3)
         assert 0 == metric(edge.url, "kvcdn_edge_scrubbed_bytes_total")
 

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.edge.settings import load_settings
-from kvcdn.edge.storage import DiskCache, Room, Staging
+from kvcdn.edge.staging import Room, Staging
+from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import Kind, ObjectName
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
-from support.edge_process import WatchedStore, ask, disk_bytes, edge_in_thread, object_files, origin_gets, running_edge
+from support.edge_process import WatchedStore, ask, disk_bytes, edge_in_thread, object_files, origin_gets, running_edge, settle
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,7 @@ def test_a_restart_finds_what_was_stored(documents: list[Document], store: Memor
     objects = {key: data for document in documents for key, data in document.objects.items()}
     with edge_in_thread(watched, tmp_path / "cache") as edge:
         tags = {key: ask(edge.url, f"/{key}").headers["ETag"] for key in objects}
+        settle(edge.url)
         used = edge.cache.used
     watched.streams.clear()
     with edge_in_thread(watched, tmp_path / "cache") as edge:
@@ -149,6 +151,7 @@ def test_a_file_with_another_header_is_dropped_at_its_first_use(
     with edge_in_thread(watched, tmp_path / "cache") as edge:
         assert 1 == len(edge.cache)
         assert (data, [key]) == (ask(edge.url, f"/{key}").body, watched.streams)
+        settle(edge.url)
         assert data == object_files(tmp_path / "cache")[0].read_bytes()
 
 
@@ -160,6 +163,7 @@ def test_a_file_harmed_under_a_running_edge_is_fetched_again(
     key, data = next(iter(documents[0].blocks.items()))
     with edge_in_thread(store, tmp_path / "cache") as edge:
         ask(edge.url, f"/{key}")
+        settle(edge.url)
         (path,) = object_files(tmp_path / "cache")
         match harm:
             case "deleted":
@@ -171,6 +175,7 @@ def test_a_file_harmed_under_a_running_edge_is_fetched_again(
             case "grown":
                 os.truncate(path, len(data) + 1)
         reply = ask(edge.url, f"/{key}")
+        settle(edge.url)
         assert (200, data, "kvcdn; fwd=miss; stored") == (reply.status, reply.body, reply.headers["Cache-Status"])
         assert (1, 2) == (len(object_files(tmp_path / "cache")), origin_gets(edge.url))
 
@@ -198,6 +203,7 @@ def test_the_cap_is_hard_under_random_loads(
             results = list(pool.map(lambda key: ask(edge.url, f"/{key}").body == objects[key], plan))
             finished.set()
             watcher.join()
+            settle(edge.url)
             assert [True] * len(plan) == results
             assert max(most) <= capacity
             assert 0 < disk_bytes(cache) <= edge.cache.used <= capacity
@@ -212,9 +218,9 @@ def _name(number: int) -> ObjectName:
 
 def _store(cache: DiskCache, room: Room | None) -> None:
     assert room is not None
-    staging = Staging(room)
-    staging.write(bytes(room.size))
-    os.close(staging.commit())
+    staging = Staging.within(room)
+    staging.write(bytes(room.size), 0)
+    staging.commit()
     cache.commit(room, "etag")
 
 

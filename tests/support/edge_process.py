@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
@@ -63,6 +64,26 @@ def ask(
     """One request on a connection of its own."""
     with contextlib.closing(connect(url)) as connection:
         return exchange(connection, path, method, headers, body)
+
+
+def ask_part(url: str, path: str, headers: Mapping[str, str] | None = None) -> Reply:
+    """As `ask` with GET, but what came before the connection broke, if it did."""
+    with contextlib.closing(connect(url)) as connection:
+        connection.request("GET", path, headers=dict(headers or {}))
+        response = connection.getresponse()
+        body = bytearray()
+        with contextlib.suppress(ConnectionError, http.client.IncompleteRead):
+            while piece := response.read1(1 << 16):
+                body += piece
+        return Reply(response.status, response.headers, bytes(body))
+
+
+def settle(url: str) -> None:
+    """Waits until no fill runs: readers have the last byte before the disk has made it durable."""
+    deadline = time.monotonic() + CLIENT_SECONDS
+    while metric(url, "kvcdn_edge_fills_running"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def ask_match(url: str, tag: object, addresses: Sequence[str]) -> Reply:
@@ -175,8 +196,8 @@ class WatchedStore:
 
 
 @contextlib.contextmanager
-def edge_in_thread(store: BlobStore, cache_dir: Path, **settings: Any) -> Iterator[ServingEdge]:
-    """An edge before `store`, on real sockets, in a thread of this process."""
+def edge_in_thread(store: BlobStore, cache_dir: Path, *more: BlobStore, **settings: Any) -> Iterator[ServingEdge]:
+    """An edge before `store`, and `more` behind it, on real sockets, in a thread of this process."""
     checked = load_settings(None, {"origin": "memory:", "cache_dir": cache_dir, "listen": "127.0.0.1:0", **settings})
     started: list[ServingEdge] = []
     failed: list[BaseException] = []
@@ -185,7 +206,7 @@ def edge_in_thread(store: BlobStore, cache_dir: Path, **settings: Any) -> Iterat
     stop = asyncio.Event()
 
     async def live() -> None:
-        async with serving(checked, store) as edge:
+        async with serving(checked, store, *more) as edge:
             started.append(edge)
             up.set()
             await stop.wait()

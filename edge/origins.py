@@ -1,0 +1,126 @@
+"""Origins: the places an edge fills from, in order, each behind a breaker.
+
+An object that one origin lacks, or cannot give, may come from the next. That an object does not exist is only said when every
+origin said so; while one of them is down, it is not known.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import TypeVar
+
+from kvcdn.edge.breaker import Breaker
+from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, UnavailableError
+from kvcdn.store import BlobInfo, BlobStore
+
+T = TypeVar("T")
+
+log = logging.getLogger("kvcdn.edge.origins")
+
+
+class Origin:
+    """One place. Thread-safe."""
+
+    def __init__(self, store: BlobStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._clock = store, clock
+        self._breaker, self._lock = Breaker(), Lock()
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def down(self) -> bool:
+        return self._breaker.open
+
+    def stat(self, key: str) -> BlobInfo | None:
+        """As a store's. Raises UnavailableError, at once while the origin rests."""
+        return self._watched(lambda: self._store.stat(key))
+
+    def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
+        """The object's pieces from `start`; a generator. Raises, at the call, NotFoundError and UnavailableError."""
+        return self._pieces(self._watched(lambda: self._store.stream(key, start)))
+
+    def _watched(self, ask: Callable[[], T]) -> T:
+        with self._lock:
+            rest = self._breaker.rest(self._clock())
+            if not self._breaker.admit(self._clock()):
+                raise UnavailableError(f"{self.url} is down and will be tried again in {rest:.0f} s")
+        try:
+            answer = ask()
+        except UnavailableError:
+            self._note(good=False)
+            raise
+        except KvcdnError:
+            self._note(good=True)
+            raise
+        self._note(good=True)
+        return answer
+
+    def _pieces(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        try:
+            yield from pieces
+        except UnavailableError:
+            self._note(good=False)
+            raise
+        finally:
+            close_pieces(pieces)
+
+    def _note(self, *, good: bool) -> None:
+        with self._lock:
+            before = self._breaker.open
+            if good:
+                self._breaker.succeed()
+            else:
+                self._breaker.fail(self._clock(), random.random())  # noqa: S311 - no secret
+            if before != self._breaker.open:
+                log.warning("origin %s is %s", self.url, "back" if before else "down")
+
+
+class Origins:
+    """All places, in order. Thread-safe."""
+
+    def __init__(self, stores: Sequence[BlobStore]) -> None:
+        """Takes one or more."""
+        self.each = tuple(Origin(store) for store in stores)
+
+    @property
+    def url(self) -> str:
+        """For people."""
+        return ", then ".join(origin.url for origin in self.each)
+
+    def stat(self, key: str) -> BlobInfo | None:
+        """The object's size, from the first that has it; None where no origin does. Raises UnavailableError."""
+        failure: UnavailableError | None = None
+        for origin in self.each:
+            try:
+                info = origin.stat(key)
+            except UnavailableError as error:
+                failure = failure or error
+            else:
+                if info is not None:
+                    return info
+        if failure is not None:
+            raise failure
+        return None
+
+
+def graver(one: KvcdnError | None, other: KvcdnError) -> KvcdnError:
+    """Which of two origins' answers is to be told: that the object is damaged, else that one is down, else that none has it."""
+    if one is None:
+        return other
+    return min(one, other, key=lambda error: next(rank for rank, kind in enumerate(_GRAVITY) if isinstance(error, kind)))
+
+
+_GRAVITY = (IntegrityError, UnavailableError, NotFoundError, KvcdnError)
+
+
+def close_pieces(pieces: Iterator[bytes]) -> None:
+    """Lets go of a stream."""
+    close = getattr(pieces, "close", None)
+    if close is not None:
+        close()
