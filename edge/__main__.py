@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, help="a TOML file of settings")
     config: Path | None = parser.parse_args().config
     try:
-        run(load_settings(config, {}))
+        run(load_settings(config, {}), lambda: load_settings(config, {}))
     except KvcdnError as error:
         sys.stderr.write(f"error: {error}\n" + (f"hint: {error.hint}\n" if error.hint else ""))
         return error.exit_code

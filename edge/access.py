@@ -8,6 +8,7 @@ from collections.abc import Callable
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
+from kvcdn.edge.admission import TENANT
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.respond import Note
 
@@ -32,10 +33,13 @@ class AccessLogger(AbstractAccessLogger):
         # Answers that are not ours are aiohttp's, to what is not HTTP.
         note: Note = getattr(response, "note", _UNREAD)
         size: int = 0 if request.method == "HEAD" else getattr(response, "sent", 0)
+        tenant = request.get(TENANT, "")
         self._metrics.observe(note.route, response.status, note.cache, size, time)
+        self._metrics.observe_tenant(tenant, response.status, size)
         if access_log.isEnabledFor(logging.INFO):
             line = {
                 "method": request.method,
+                "tenant": tenant,
                 "route": note.route,
                 "key": note.subject,
                 "status": response.status,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 
 from aiohttp import web
 
+from kvcdn.access.grant import Grant, Scope
+from kvcdn.edge.admission import TENANT, Admission
 from kvcdn.edge.conditions import Precondition, evaluate, range_applies
 from kvcdn.edge.fetch import Fetcher, Found, Refused
-from kvcdn.edge.guard import Guard
-from kvcdn.edge.match import MAX_BODY_BYTES, MatchRequest, match_chain
+from kvcdn.edge.match import MAX_BODY_BYTES, MatchRequest, MatchResult, match_chain
 from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
 from kvcdn.edge.presence import Presence
@@ -18,7 +20,7 @@ from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
 from kvcdn.edge.respond import IMMUTABLE, NO_STORE, FileResponse, FileSlice, HeadResponse, Note, PlainResponse
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import ObjectName
-from kvcdn.errors import CorruptError, UnavailableError
+from kvcdn.errors import CorruptError, UnavailableError, UntrustedError
 
 SMALL_BYTES = 64 * 1024
 """Bodies up to this are read and sent with their headers in one go: cheaper than a sendfile of their own."""
@@ -34,33 +36,83 @@ _JSON = {"Content-Type": "application/json", "Cache-Control": NO_STORE}
 class Edge:
     """Answers requests. Everything it needs is given; it owns nothing that must be closed."""
 
-    def __init__(self, fetcher: Fetcher, presence: Presence, cache: DiskCache, guard: Guard, metrics: Metrics) -> None:
+    def __init__(
+        self, fetcher: Fetcher, presence: Presence, cache: DiskCache, admission: Admission, metrics: Metrics, *, admin: bool
+    ) -> None:
+        """`admin`: whether objects and administration share one address."""
         self._fetcher, self._presence, self._cache = fetcher, presence, cache
-        self._guard, self._metrics = guard, metrics
+        self._admission, self._metrics = admission, metrics
+        self._admin = admin
+        self.draining = False
+        """Whether the edge is about to end: it is not ready for new work, and still does it."""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Any request at all."""
+        """Any request at all, where objects are."""
         path = request.rel_url.raw_path
-        if path == "/healthz":
-            return self._only(("GET", "HEAD"), request, Note("health")) or _health()
-        if not self._guard.allows(request.headers.get("Authorization")):
-            return PlainResponse.line(Note("denied"), 401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
-        name = ObjectName.from_path(path) if not request.rel_url.raw_query_string else None
-        if name is not None:
-            return self._only(("GET", "HEAD"), request, Note("object", name.short)) or await self._object(request, name)
-        match path:
-            case "/v1/match":
-                return self._only(("POST",), request, Note("match")) or await self._match(request)
-            case "/metrics":
-                return self._only(("GET", "HEAD"), request, Note("metrics")) or self._show_metrics()
-        return PlainResponse.line(Note("other"), 404, "there is nothing under this path", {})
+        # An object has no query, but for a link's.
+        is_object = not request.rel_url.raw_query_string or self._admission.guard.takes_links
+        name = ObjectName.from_path(path) if is_object else None
+        if name is None and path != "/v1/match":
+            return await self.handle_admin(request) if self._admin else self._health(request) or _nothing()
+        try:
+            grant = self._grant(request, path if name is not None else None)
+        except UntrustedError as error:
+            return _unknown(error)
+        request[TENANT] = grant.tenant
+        if Scope.READ not in grant.scopes:
+            return _forbidden(Scope.READ)
+        wait = self._admission.wait(grant)
+        if wait is not None:
+            headers = {"Retry-After": str(math.ceil(wait.seconds))}
+            return PlainResponse.line(Note("limited"), 429, f"{grant.tenant} has used up its {wait.shortage}", headers)
+        if name is None:
+            return self._only(("POST",), request, Note("match")) or await self._match(request, grant)
+        refusal = self._only(("GET", "HEAD"), request, Note("object", name.short))
+        if refusal is None and not self._admission.covers(grant, name.tag):
+            # Whether it exists is not for this tenant to know.
+            refusal = PlainResponse.line(Note("object", name.short), 404, f"there is no {name}", {})
+        return refusal or await self._object(request, name, grant)
+
+    async def handle_admin(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Any request at all, where administration is."""
+        health = self._health(request)
+        if health is not None:
+            return health
+        try:
+            grant = self._grant(request, None)
+        except UntrustedError as error:
+            return _unknown(error)
+        request[TENANT] = grant.tenant
+        if request.rel_url.raw_path != "/metrics":
+            return _nothing()
+        if Scope.STATS not in grant.scopes:
+            return _forbidden(Scope.STATS)
+        return self._only(("GET", "HEAD"), request, Note("metrics")) or self._show_metrics()
+
+    def _grant(self, request: web.BaseRequest, object_path: str | None) -> Grant:
+        """What `request` may do. Raises UntrustedError."""
+        query = request.rel_url.raw_query_string
+        if query and object_path is not None:
+            return self._admission.guard.admit_link(object_path, query)
+        return self._admission.guard.admit(request.headers.get("Authorization"))
+
+    def _health(self, request: web.BaseRequest) -> PlainResponse | None:
+        """The answer to who asks whether the edge lives or is ready, which anybody may; None for other requests."""
+        match request.rel_url.raw_path:
+            case "/healthz":
+                return self._only(("GET", "HEAD"), request, Note("health")) or PlainResponse.line(Note("health"), 200, "ok", {})
+            case "/readyz":
+                status, word = (503, "draining") if self.draining else (200, "ready")
+                note = Note("health")
+                return self._only(("GET", "HEAD"), request, note) or PlainResponse.line(note, status, word, {})
+        return None
 
     def _only(self, methods: tuple[str, ...], request: web.BaseRequest, note: Note) -> PlainResponse | None:
         if request.method in methods:
             return None
         return PlainResponse.line(note, 405, f"use {' or '.join(methods)}", {"Allow": ", ".join(methods)})
 
-    async def _object(self, request: web.BaseRequest, name: ObjectName) -> web.StreamResponse:
+    async def _object(self, request: web.BaseRequest, name: ObjectName, grant: Grant) -> web.StreamResponse:
         try:
             result = await self._fetcher.get(name)
         except OSError as error:
@@ -69,9 +121,9 @@ class Edge:
             return PlainResponse.line(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
         if isinstance(result, Refused):
             return _refuse(name, result)
-        return await self._serve(request, name, result)
+        return await self._serve(request, name, result, grant)
 
-    async def _serve(self, request: web.BaseRequest, name: ObjectName, found: Found) -> web.StreamResponse:
+    async def _serve(self, request: web.BaseRequest, name: ObjectName, found: Found, grant: Grant) -> web.StreamResponse:
         note = Note("object", name.short, found.outcome)
         headers = {
             "ETag": f'"{found.etag}"',
@@ -92,7 +144,10 @@ class Edge:
             found.file.close()
             headers |= {"Content-Range": f"bytes */{found.size}", "Cache-Control": NO_STORE}
             return PlainResponse.line(note, 416, f"the object has {found.size} bytes", headers)
-        return await self._send(request, name, note, found, headers, part if isinstance(part, ByteRange) else None)
+        chosen = part if isinstance(part, ByteRange) else None
+        if request.method == "GET":
+            self._admission.charge(grant, found.size if chosen is None else chosen.length)
+        return await self._send(request, name, note, found, headers, chosen)
 
     async def _send(
         self,
@@ -126,7 +181,7 @@ class Edge:
     def _drop(self, name: ObjectName) -> None:
         self._cache.drop_key(name.key, "it could not be read to its end")
 
-    async def _match(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _match(self, request: web.BaseRequest, grant: Grant) -> web.StreamResponse:
         note = Note("match")
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -140,6 +195,8 @@ class Edge:
         except CorruptError as error:
             return PlainResponse.line(note, 400, str(error), {})
         note = Note("match", f"{len(asked.keys)} blocks")
+        if not self._admission.covers(grant, asked.tag):
+            return PlainResponse(note, 200, _JSON, MatchResult(()).encode())
         try:
             result = await match_chain(asked.keys, self._presence)
         except UnavailableError as error:
@@ -154,8 +211,18 @@ class Edge:
         return PlainResponse(Note("metrics"), 200, headers, self._metrics.render())
 
 
-def _health() -> PlainResponse:
-    return PlainResponse.line(Note("health"), 200, "ok", {})
+def _nothing() -> PlainResponse:
+    return PlainResponse.line(Note("other"), 404, "there is nothing under this path", {})
+
+
+def _unknown(error: UntrustedError) -> PlainResponse:
+    """RFC 6750 section 3."""
+    return PlainResponse.line(Note("denied"), 401, str(error), {"WWW-Authenticate": 'Bearer realm="kvcdn"'})
+
+
+def _forbidden(scope: Scope) -> PlainResponse:
+    challenge = {"WWW-Authenticate": f'Bearer realm="kvcdn", error="insufficient_scope", scope="{scope}"'}
+    return PlainResponse.line(Note("denied"), 403, f"the token does not have the scope {scope}", challenge)
 
 
 def _refuse(name: ObjectName, refused: Refused) -> PlainResponse:

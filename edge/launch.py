@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
+from pydantic_core import to_jsonable_python
 
 from kvcdn.edge.settings import ENV_PREFIX, EdgeSettings, load_settings
 from kvcdn.errors import UnavailableError
@@ -35,6 +36,8 @@ class RunningEdge:
     """An edge process that accepts connections at `url`."""
 
     url: str
+    admin_url: str
+    """Where metrics and administration are; `url` unless they have an address of their own."""
     pid: int
     process: subprocess.Popen[bytes]
     log_path: Path
@@ -75,8 +78,8 @@ def launch_edge(*, origin: str, cache_dir: Path | str, **settings: Any) -> Itera
                 env=_environment(checked, given),
             )
         try:
-            url = _await_ready(process, ready, log_path)
-            yield RunningEdge(url, process.pid, process, log_path)
+            told = _await_ready(process, ready, log_path)
+            yield RunningEdge(told["url"], told["admin_url"], process.pid, process, log_path)
         finally:
             _stop(process, checked.shutdown_seconds + STOP_MARGIN_SECONDS)
 
@@ -87,18 +90,21 @@ def _environment(settings: EdgeSettings, given: dict[str, Any]) -> dict[str, str
     for field in given:
         value = getattr(settings, field)
         if value is not None:
-            inherited[ENV_PREFIX + field.upper()] = _as_text(value)
+            inherited[ENV_PREFIX + field.upper()] = _as_variable(value)
     return inherited
 
 
-def _as_text(value: Any) -> str:
-    """As the environment has it: lists in JSON."""
+def _as_variable(value: Any) -> str:
     if isinstance(value, SecretStr):
         return value.get_secret_value()
-    return json.dumps(value) if isinstance(value, tuple) else str(value)
+    if isinstance(value, BaseModel):
+        return value.model_dump_json()
+    if isinstance(value, dict | tuple):
+        return json.dumps(to_jsonable_python(value))
+    return str(value)
 
 
-def _await_ready(process: subprocess.Popen[bytes], ready: Path, log_path: Path) -> str:
+def _await_ready(process: subprocess.Popen[bytes], ready: Path, log_path: Path) -> dict[str, str]:
     deadline = time.monotonic() + START_SECONDS
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -106,8 +112,8 @@ def _await_ready(process: subprocess.Popen[bytes], ready: Path, log_path: Path) 
             ended = f"ended with {process.returncode}" if process.returncode is not None else "is not ready in time"
             raise UnavailableError(f"the edge {ended}: " + " | ".join(lines[-_LAST_LINES:]))
         time.sleep(_POLL_SECONDS)
-    url: str = json.loads(ready.read_text(encoding="utf-8"))["url"]
-    return url
+    told: dict[str, str] = json.loads(ready.read_text(encoding="utf-8"))
+    return told
 
 
 def _stop(process: subprocess.Popen[bytes], seconds: float) -> None:

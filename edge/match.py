@@ -36,6 +36,7 @@ _ADDRESS_DIGITS = 64
 class MatchRequest:
     """A chain to look up: the object keys of its blocks, in order."""
 
+    tag: ModelTag
     keys: tuple[str, ...]
 
     @classmethod
@@ -55,7 +56,7 @@ class MatchRequest:
         ) or not _ADDRESS_LINES.fullmatch("".join(f"{item}\n" for item in addresses)):
             raise CorruptError(f"match request: an address has {_ADDRESS_DIGITS} lowercase hexadecimal digits")
         prefix = f"v1/{tag}/blocks/"
-        return cls(tuple(f"{prefix}{item[:2]}/{item}" for item in addresses))
+        return cls(tag, tuple(f"{prefix}{item[:2]}/{item}" for item in addresses))
 
 
 @dataclass(frozen=True)

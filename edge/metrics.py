@@ -16,6 +16,10 @@ SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 """From a hit on loopback to a fill over a slow link."""
 
 
+MAX_TENANTS_SHOWN = 200
+"""Time series are not free: what further tenants do is counted together, as `other`."""
+
+
 class Metrics:
     """The counters. Thread-safe."""
 
@@ -42,6 +46,14 @@ class Metrics:
         )
         self.fills_running = Gauge("kvcdn_edge_fills_running", "Fills under way or waiting.", registry=self.registry)
 
+        self.tenant_requests = Counter(
+            "kvcdn_edge_tenant_requests", "Requests answered, by whose they were.", ["tenant", "status"], registry=self.registry
+        )
+        self.tenant_bytes = Counter(
+            "kvcdn_edge_tenant_body_bytes", "Body bytes sent, by to whom.", ["tenant"], registry=self.registry
+        )
+        self._tenants: set[str] = set()
+
         self.scrubbed = Counter(
             "kvcdn_edge_scrubbed_objects", "Cached files read again, by what was found.", ["finding"], registry=self.registry
         )
@@ -60,6 +72,18 @@ class Metrics:
         self.requests.labels(route, str(status), cache).inc()
         self.response_bytes.labels(route).inc(size)
         self.seconds.labels(route).observe(seconds)
+
+    def observe_tenant(self, tenant: str, status: int, size: int) -> None:
+        """Counts one answered request of `tenant`; of nobody where the name is empty."""
+        if not tenant:
+            return
+        if tenant not in self._tenants:
+            if len(self._tenants) >= MAX_TENANTS_SHOWN:
+                tenant = "other"
+            else:
+                self._tenants.add(tenant)
+        self.tenant_requests.labels(tenant, str(status)).inc()
+        self.tenant_bytes.labels(tenant).inc(size)
 
     def render(self) -> bytes:
         """The exposition text, of type CONTENT_TYPE."""

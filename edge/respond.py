@@ -19,6 +19,9 @@ SERVER = "kvcdn"
 PIECE_BYTES = 4 << 20
 """Sent between two looks at the clock; a power of two well above what a socket buffers."""
 
+COPIED_BYTES = 256 << 10
+"""Encrypted between two turns of the loop: some 0.1 ms."""
+
 STALL_SECONDS = 60.0
 """A client that does not take a piece within this is cut off: 70 kB/s, below any link that a cache pays on."""
 
@@ -130,16 +133,17 @@ class FileResponse(web.StreamResponse):
             self._source.file.close()
 
     async def _send(self, transport: asyncio.Transport) -> None:
-        loop = asyncio.get_running_loop()
         source = self._source
+        # Encrypted bytes have to come by here; others go from the page cache to the socket.
+        copies = transport.get_extra_info("sslcontext") is not None
         while self.sent < source.length:
             try:
-                count = min(PIECE_BYTES, await source.ready(self.sent))
+                count = min(COPIED_BYTES if copies else PIECE_BYTES, await source.ready(self.sent))
             except BrokenFillError as error:
                 raise ConnectionResetError(str(error)) from error
             try:
                 async with asyncio.timeout(STALL_SECONDS):
-                    sent = await loop.sendfile(transport, source.file, source.start + self.sent, count, fallback=False)
+                    sent = await (self._copy(count) if copies else self._sendfile(transport, count))
             except TimeoutError:
                 raise ConnectionResetError("the client stopped reading") from None
             except RuntimeError as error:
@@ -154,3 +158,12 @@ class FileResponse(web.StreamResponse):
             if sent < count:
                 self._on_short()
                 raise ConnectionResetError("the file ended early")
+
+    async def _sendfile(self, transport: asyncio.Transport, count: int) -> int:
+        loop, source = asyncio.get_running_loop(), self._source
+        return await loop.sendfile(transport, source.file, source.start + self.sent, count, fallback=False)
+
+    async def _copy(self, count: int) -> int:
+        piece = await asyncio.to_thread(os.pread, self._source.file.fileno(), count, self._source.start + self.sent)
+        await self.write(piece)
+        return len(piece)

@@ -9,25 +9,27 @@ import logging
 import os
 import resource
 import signal
+import ssl
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
 
 from kvcdn.edge.access import AccessLogger, access_log
+from kvcdn.edge.admission import Admission
 from kvcdn.edge.app import Edge
 from kvcdn.edge.fetch import Fetcher
 from kvcdn.edge.guard import Guard
-from kvcdn.edge.logs import logging_to_stderr
+from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origins
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.scrub import Scrub
-from kvcdn.edge.settings import EdgeSettings
+from kvcdn.edge.settings import RELOADABLE, EdgeSettings, ListenAddress
 from kvcdn.edge.storage import DiskCache
-from kvcdn.errors import UnavailableError, UsageError
+from kvcdn.errors import KvcdnError, UnavailableError, UsageError
 from kvcdn.signing import TrustList
 from kvcdn.store import BlobStore
 from kvcdn.stores import open_store
@@ -40,74 +42,172 @@ BACKLOG = 1024
 log = logging.getLogger("kvcdn.edge")
 
 
-@dataclass(frozen=True)
+ACCOUNTS_SECONDS = 10.0
+"""How often it is written down what tenants were sent: what a crash forgives them."""
+
+
+@dataclass
 class ServingEdge:
     """An edge that accepts connections."""
 
     url: str
+    admin_url: str
     cache: DiskCache
     origins: Origins
     metrics: Metrics
+    settings: EdgeSettings
+    _edge: Edge
+    _admission: Admission
+    _tls: ssl.SSLContext | None
+
+    def apply(self, settings: EdgeSettings) -> list[str]:
+        """Goes by what of `settings` can change while the edge runs (`RELOADABLE`); which others differ.
+
+        Raises UsageError, and then changes nothing.
+        """
+        # Tried on a context of its own: a certificate that does not fit its key would leave ours with neither.
+        tls_context(settings)
+        self._admission.apply(settings)
+        if self._tls is not None and settings.tls_cert and settings.tls_key:
+            self._tls.load_cert_chain(settings.tls_cert.expanduser(), settings.tls_key.expanduser())
+        logging.getLogger(ROOT).setLevel(settings.log_level.upper())
+        changed = {name for name in EdgeSettings.model_fields if getattr(settings, name) != getattr(self.settings, name)}
+        if (settings.tls_cert is None) is (self.settings.tls_cert is None):
+            changed -= {"tls_cert", "tls_key"}
+        self.settings = self.settings.model_copy(update={name: getattr(settings, name) for name in RELOADABLE})
+        return sorted(changed - RELOADABLE)
+
+    def drain(self) -> None:
+        """From now on `/readyz` says that the edge is not ready for new work; all else goes on."""
+        self._edge.draining = True
 
 
-def run(settings: EdgeSettings) -> None:
-    """Serves until SIGTERM or SIGINT; then finishes running responses and returns.
+def run(settings: EdgeSettings, reload: Callable[[], EdgeSettings] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT; then finishes running responses and returns. `reload` reads the settings for SIGHUP.
 
     Raises UsageError for settings that cannot be, UnavailableError where origin, disk or port are not to be had.
     """
-    origin_token = settings.origin_token.get_secret_value() if settings.origin_token else None
-    stores = [open_store(settings.origin, endpoint=settings.endpoint, token=origin_token)]
-    stores += [open_store(url) for url in settings.fallback_origins]
+    stores = open_origins(settings)
     _raise_descriptor_limit()
     with logging_to_stderr(settings.log_level):
-        asyncio.run(_serve_until_signal(settings, stores))
+        asyncio.run(_serve_until_signal(settings, stores, reload))
 
 
-async def _serve_until_signal(settings: EdgeSettings, stores: Sequence[BlobStore]) -> None:
+def open_origins(settings: EdgeSettings) -> list[BlobStore]:
+    """The origins of `settings` in their order; nothing is asked of them yet. Raises UsageError."""
+    origin_token = settings.origin_token.get_secret_value() if settings.origin_token else None
+    first = open_store(settings.origin, endpoint=settings.endpoint, token=origin_token)
+    return [first, *(open_store(url) for url in settings.fallback_origins)]
+
+
+def check(settings: EdgeSettings) -> None:
+    """Raises UsageError for settings with which an edge would not start. Touches neither network nor cache."""
+    open_origins(settings)
+    Guard.of(settings)
+    trust_list(settings.trust_file)
+    tls_context(settings)
+
+
+async def _serve_until_signal(
+    settings: EdgeSettings, stores: Sequence[BlobStore], reload: Callable[[], EdgeSettings] | None = None
+) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with serving(settings, *stores) as edge:
+        if reload is not None:
+            loop.add_signal_handler(signal.SIGHUP, _reload, edge, reload)
         sys.stderr.write(
             f"kvcdn edge at {edge.url}, origin {edge.origins.url}, cache {edge.cache.folder}: "
             f"{len(edge.cache)} objects, {_readable(edge.cache.used)} of {_readable(edge.cache.capacity)}\n"
         )
         sys.stderr.flush()
         if settings.ready_file is not None:
-            _announce(settings.ready_file, edge.url)
+            _announce(settings.ready_file, edge)
         await stop.wait()
+        edge.drain()
+        await asyncio.sleep(settings.drain_seconds)
+
+
+def _reload(edge: ServingEdge, read: Callable[[], EdgeSettings]) -> None:
+    """Applies the settings as they are now; what is wrong with them is logged, and the edge goes on as before."""
+    try:
+        waiting = edge.apply(read())
+    except KvcdnError as error:
+        log.warning("settings are not reloaded", extra={"fields": {"error": str(error), "hint": error.hint}})
+        return
+    log.info("settings are reloaded", extra={"fields": {"need_a_restart": waiting}})
 
 
 @contextlib.asynccontextmanager
 async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[ServingEdge]:
     """An edge of `settings` before `stores`, which are asked in this order, in the running loop. Raises as `run`."""
-    guard = Guard.of(settings)
-    trust = _trust_list(settings.trust_file)
+    Guard.of(settings)
+    trust, tls = trust_list(settings.trust_file), tls_context(settings)
     metrics = Metrics()
     origins = Origins(stores)
     cache = DiskCache(settings.cache_dir, settings.capacity)
     try:
         metrics.watch(cache)
         metrics.watch_origins(origins)
+        admission = Admission(settings)
         fetcher = Fetcher(origins, cache, trust, metrics)
-        edge = Edge(fetcher, Presence(origins, cache, metrics), cache, guard, metrics)
-        runner = web.ServerRunner(_server(settings, edge, metrics), shutdown_timeout=settings.shutdown_seconds)
-        await runner.setup()
-        try:
-            url = await _listen(settings, runner)
-            async with Scrub(cache, trust, metrics, settings.scrub_bytes_per_second).running():
-                yield ServingEdge(url, cache, origins, metrics)
-        finally:
-            await runner.cleanup()
-            await fetcher.stop()
+        alone = settings.admin_address is None
+        edge = Edge(fetcher, Presence(origins, cache, metrics), cache, admission, metrics, admin=alone)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(fetcher.stop)
+            url = await stack.enter_async_context(_listening(settings, settings.address, edge.handle, metrics, tls))
+            admin_url = url
+            if settings.admin_address is not None:
+                listening = _listening(settings, settings.admin_address, edge.handle_admin, metrics, tls)
+                admin_url = await stack.enter_async_context(listening)
+            await stack.enter_async_context(Scrub(cache, trust, metrics, settings.scrub_bytes_per_second).running())
+            await stack.enter_async_context(_keeping_accounts(admission))
+            yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, tls)
     finally:
         cache.close()
 
 
-def _server(settings: EdgeSettings, edge: Edge, metrics: Metrics) -> web.Server:
+@contextlib.asynccontextmanager
+async def _keeping_accounts(admission: Admission) -> AsyncIterator[None]:
+    async def keep() -> None:
+        while True:
+            await asyncio.sleep(ACCOUNTS_SECONDS)
+            await asyncio.to_thread(admission.remember)
+
+    task = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        admission.remember()
+
+
+@contextlib.asynccontextmanager
+async def _listening(
+    settings: EdgeSettings,
+    address: ListenAddress,
+    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    metrics: Metrics,
+    tls: ssl.SSLContext | None,
+) -> AsyncIterator[str]:
+    """Answers at `address` while it lasts; its URL. Running responses are finished before the end."""
+    runner = web.ServerRunner(_server(settings, handle, metrics), shutdown_timeout=settings.shutdown_seconds)
+    await runner.setup()
+    try:
+        yield await _listen(address, runner, tls)
+    finally:
+        await runner.cleanup()
+
+
+def _server(
+    settings: EdgeSettings, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], metrics: Metrics
+) -> web.Server:
     return web.Server(
-        edge.handle,
+        handle,
         access_log=access_log,
         access_log_class=AccessLogger.maker(metrics),
         logger=log,
@@ -122,18 +222,40 @@ def _server(settings: EdgeSettings, edge: Edge, metrics: Metrics) -> web.Server:
     )
 
 
-async def _listen(settings: EdgeSettings, runner: web.ServerRunner) -> str:
-    address = settings.address
+async def _listen(address: ListenAddress, runner: web.ServerRunner, tls: ssl.SSLContext | None) -> str:
     try:
-        await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG).start()
+        await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG, ssl_context=tls).start()
     except OSError as error:
         raise UnavailableError(
-            f"cannot listen on {settings.listen}: {error.strerror}", hint="name a free port with listen, or 0 for any"
+            f"cannot listen on {address}: {error.strerror}", hint="name a free port with listen, or 0 for any"
         ) from None
-    return address.url(runner.addresses[0][1])
+    return address.url(runner.addresses[0][1], "http" if tls is None else "https")
 
 
-def _trust_list(path: Path | None) -> TrustList | None:
+def tls_context(settings: EdgeSettings) -> ssl.SSLContext | None:
+    """What HTTPS needs; None where the settings say HTTP. Raises UsageError."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(settings.tls_cert.expanduser(), settings.tls_key.expanduser(), password=_no_password)
+    except (OSError, ValueError) as error:
+        # ssl.SSLError is an OSError whose strerror says nothing of use.
+        reason = error.reason if isinstance(error, ssl.SSLError) else str(error)
+        raise UsageError(
+            f"cannot use the certificate {settings.tls_cert} with the key {settings.tls_key}: {reason}",
+            hint="both are PEM; the key belongs to the certificate and has no passphrase",
+        ) from None
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a passphrase")
+
+
+def trust_list(path: Path | None) -> TrustList | None:
+    """The publishers whose objects may be cached; None for all. Raises UsageError."""
     if path is None:
         return None
     try:
@@ -143,10 +265,10 @@ def _trust_list(path: Path | None) -> TrustList | None:
     return TrustList.from_text(text, str(path))
 
 
-def _announce(path: Path, url: str) -> None:
+def _announce(path: Path, edge: ServingEdge) -> None:
     """Writes the ready file, complete or not at all."""
     draft = path.with_name(path.name + ".draft")
-    draft.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
+    draft.write_text(json.dumps({"url": edge.url, "admin_url": edge.admin_url, "pid": os.getpid()}), encoding="utf-8")
     draft.rename(path)
 
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
+from kvcdn.access.allowance import Limits
+from kvcdn.access.tokens import AUDIENCE
 from kvcdn.settings import SettingsSources
 
 ENV_PREFIX = "KVCDN_EDGE_"
@@ -80,9 +82,12 @@ class ListenAddress:
         except ValueError:
             return False
 
-    def url(self, port: int) -> str:
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def url(self, port: int, scheme: str = "http") -> str:
         """The base URL when bound to `port`."""
-        return f"http://[{self.host}]:{port}" if ":" in self.host else f"http://{self.host}:{port}"
+        return f"{scheme}://[{self.host}]:{port}" if ":" in self.host else f"{scheme}://{self.host}:{port}"
 
 
 def _checked_listen(text: str) -> str:
@@ -90,8 +95,26 @@ def _checked_listen(text: str) -> str:
     return text
 
 
+_Rate = Annotated[float, Field(gt=0, le=1e9)]
+
+_Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+
+
+class TenantLimits(BaseModel):
+    """How much one tenant may use."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests_per_second: _Rate | None = Field(default=None, description="Requests a second, on average; twice that at once.")
+    bytes_per_second: _Bytes | None = Field(default=None, description="Body bytes a second, on average.")
+    bytes_per_day: _Bytes | None = Field(default=None, description="Body bytes in a day of UTC.")
+
+    def limits(self) -> Limits:
+        return Limits(self.requests_per_second, self.bytes_per_second, self.bytes_per_day)
+
+
 class EdgeSettings(BaseSettings):
-    """Everything an edge is told. Read once, at the start; nothing changes while it runs."""
+    """Everything an edge is told. Read at the start; on SIGHUP once more, for what can change (`RELOADABLE`)."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, extra="forbid", frozen=True, env_ignore_empty=True, hide_input_in_errors=True
@@ -121,11 +144,27 @@ class EdgeSettings(BaseSettings):
         default=None,
         description="Publishers whose objects may be cached, a key a line. Without it, any valid signature will do.",
     )
-    token: SecretStr | None = Field(default=None, description="Bearer token that every request but /healthz must carry.")
+    token: SecretStr | None = Field(default=None, description="Bearer token of whoever may do everything.")
     token_file: Path | None = Field(default=None, description="File that holds the token, in place of `token`.")
+    issuers_file: Path | None = Field(
+        default=None, description="Whose tokens and links are taken: a public key a line. `kvcdn token` makes tokens."
+    )
+    audience: str = Field(default=AUDIENCE, min_length=1, max_length=128, description="The `aud` that tokens must name.")
+    model_names: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{32}$")]] = Field(
+        default_factory=dict, description="Names by which tokens may call models, each with the model's tag."
+    )
+    tenant_limits: TenantLimits = Field(
+        default_factory=TenantLimits, description="What each tenant may use that `tenants` does not name."
+    )
+    tenants: dict[str, TenantLimits] = Field(default_factory=dict, description="What single tenants may use.")
+    tls_cert: Path | None = Field(default=None, description="Certificate chain in PEM: speak HTTPS, and nothing else.")
+    tls_key: Path | None = Field(default=None, description="The certificate's private key in PEM.")
     insecure_http: bool = Field(
         default=False,
-        description="Listen in plain HTTP on more than loopback. Asks for a token, which then travels unencrypted.",
+        description="Listen in plain HTTP on more than loopback. Asks for tokens, which then travel unencrypted.",
+    )
+    admin_listen: Annotated[str | None, AfterValidator(lambda text: text and _checked_listen(text))] = Field(
+        default=None, description="HOST:PORT of metrics and administration. Without it they are where objects are."
     )
     keepalive_seconds: float = Field(
         default=15.0,
@@ -139,6 +178,12 @@ class EdgeSettings(BaseSettings):
     shutdown_seconds: float = Field(
         default=5.0, ge=0, le=300, description="How long running responses may go on once the edge is told to stop."
     )
+    drain_seconds: float = Field(
+        default=0.0,
+        ge=0,
+        le=300,
+        description="How long /readyz says no while everything goes on as before, once the edge is told to stop.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level that is logged. Requests are logged at info."
     )
@@ -146,9 +191,40 @@ class EdgeSettings(BaseSettings):
         default=None, description="Written, once the edge accepts connections, with its URL: for whoever started it."
     )
 
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together")
+        return self
+
     @property
     def address(self) -> ListenAddress:
         return ListenAddress.parse(self.listen)
+
+    @property
+    def admin_address(self) -> ListenAddress | None:
+        return None if self.admin_listen is None else ListenAddress.parse(self.admin_listen)
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.tls_cert is None else "https"
+
+
+RELOADABLE = frozenset(
+    (
+        "audience",
+        "issuers_file",
+        "log_level",
+        "model_names",
+        "tenant_limits",
+        "tenants",
+        "tls_cert",
+        "tls_key",
+        "token",
+        "token_file",
+    )
+)
+"""Settings that SIGHUP applies; their files are read again. The others need a restart."""
 
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> EdgeSettings:

@@ -67,6 +67,11 @@ class SigningKey:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
 
+    @property
+    def private(self) -> Ed25519PrivateKey:
+        """The key itself, for tokens and links (FORMAT.md 9), whose signed bytes begin unlike an envelope's."""
+        return self._key
+
     def sign(self, signed: bytes) -> bytes:
         """The 64 bytes that vouch for an envelope's first 12 + H bytes."""
         return self._key.sign(_CONTEXT + signed)

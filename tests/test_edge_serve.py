@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcdn.edge.guard import Guard
+from kvcdn.edge.guard import LOCAL, Guard
 from kvcdn.edge.launch import launch_edge
 from kvcdn.edge.settings import load_settings
 from kvcdn.errors import UnavailableError, UsageError
@@ -48,24 +48,25 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 
 def test_without_a_token_loopback_is_open() -> None:
     """The default needs no credentials."""
-    assert Guard.of(load_settings(None, {"origin": "x"})).allows(None)
+    assert LOCAL == Guard.of(load_settings(None, {"origin": "x"})).admit(None)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:8400", "[::]:8400", "192.0.2.1:8400", "edge.example.org:8400"])
 @pytest.mark.parametrize("given", [{}, {"insecure_http": True}, {"token": TOKEN}])
 def test_beyond_loopback_an_edge_refuses_to_start(listen: str, given: dict[str, object]) -> None:
-    """Plain HTTP for others needs both the setting and a token; the hint says what to do instead."""
-    with pytest.raises(UsageError, match="more than loopback") as caught:
-        Guard.of(load_settings(None, {"origin": "x", "listen": listen, **given}))
-    assert "127.0.0.1" in caught.value.hint
-    assert "TLS" in caught.value.hint
-    Guard.of(load_settings(None, {"origin": "x", "listen": listen, "insecure_http": True, "token": TOKEN}))
+    """Plain HTTP for others needs both the setting and a token, for either address; the hint says what to do instead."""
+    for name in ("listen", "admin_listen"):
+        with pytest.raises(UsageError, match=f"{name} is more than loopback") as caught:
+            Guard.of(load_settings(None, {"origin": "x", name: listen, **given}))
+        assert "127.0.0.1" in caught.value.hint
+        assert ("tls_cert" if "token" in given else "token_file") in caught.value.hint
+        Guard.of(load_settings(None, {"origin": "x", name: listen, "insecure_http": True, "token": TOKEN}))
 
 
 def test_an_edge_process_refuses_the_open_network(origin: str, tmp_path: Path) -> None:
     """It ends with the usage exit code before it touches the folder or the port."""
     with (
-        pytest.raises(UnavailableError, match=r"ended with 2: error: 0\.0\.0\.0:0 is more than loopback.*hint: "),
+        pytest.raises(UnavailableError, match=r"ended with 2: error: listen is more than loopback.*hint: "),
         running_edge(origin, tmp_path / "cache", listen="0.0.0.0:0"),
     ):
         pass
@@ -98,7 +99,7 @@ def test_a_token_is_asked_for_on_loopback_too(origin: str, tmp_path: Path) -> No
         for headers in wrong:
             for method, target in (("GET", block), ("HEAD", block), ("POST", "/v1/match"), ("GET", "/metrics"), ("GET", "/x")):
                 reply = ask(edge.url, target, method, headers)
-                assert (401, "Bearer", "no-store") == (
+                assert (401, 'Bearer realm="kvcdn"', "no-store") == (
                     reply.status,
                     reply.headers["WWW-Authenticate"],
                     reply.headers["Cache-Control"],

@@ -266,7 +266,7 @@ def test_edge_image_settings_make_an_edge_that_starts(monkeypatch: pytest.Monkey
         Guard.of(settings)
     monkeypatch.setenv("KVCDN_EDGE_TOKEN", "0123456789abcdef")
     settings = load_settings(None, {"origin": "s3://kvcdn/production"})
-    assert Guard.of(settings).allows("Bearer 0123456789abcdef")
+    assert "token" == Guard.of(settings).admit("Bearer 0123456789abcdef").tenant
     assert [str(settings.address.port)] == texts(INFRA / "edge.Dockerfile", "EXPOSE")
     assert str(settings.cache_dir) in texts(INFRA / "edge.Dockerfile", "VOLUME")[0]
 

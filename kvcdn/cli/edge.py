@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kvcdn.cli.output import print_pairs
+
 
 def edge(
     config: Annotated[Path | None, typer.Option(help="Settings file; infra/edge.toml is a commented sample.")] = None,
@@ -16,9 +18,11 @@ def edge(
     capacity: Annotated[str | None, typer.Option(help="Hard cap of the cache on disk, such as 200GB.")] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT to listen on.")] = None,
     trust: Annotated[Path | None, typer.Option(help="Trust list: cache only what these publishers signed.")] = None,
+    *,
+    check_config: Annotated[bool, typer.Option("--check-config", help="Say whether the settings will do, and end.")] = False,
 ) -> None:
     """Serve published caches over HTTP from a disk cache, filled from an origin. Options override the settings file."""
-    from kvcdn.edge.serve import run  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.edge.serve import check, run  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.edge.settings import load_settings  # noqa: PLC0415
 
     given = {
@@ -29,4 +33,9 @@ def edge(
         "listen": listen,
         "trust_file": trust,
     }
-    run(load_settings(config, {name: value for name, value in given.items() if value is not None}))
+    if check_config:
+        settings = load_settings(config, given)
+        check(settings)
+        print_pairs([("settings", "good"), ("listens", f"{settings.scheme}://{settings.address}"), ("origin", settings.origin)])
+    else:
+        run(load_settings(config, given), lambda: load_settings(config, given))

@@ -21,6 +21,7 @@ from kvcdn.cli import (
     listing,
     publish,
     remove,
+    token,
     upkeep,
     verify,
 )
@@ -52,6 +53,7 @@ app.command("gc")(upkeep.collect)
 app.command("fsck")(upkeep.check)
 app.command()(doctor.doctor)
 app.command()(keygen.keygen)
+app.command()(token.token)
 app.command()(demo.demo)
 app.command()(economics.economics)
 app.add_typer(bench.app, name="bench")
