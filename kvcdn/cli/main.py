@@ -21,6 +21,7 @@ from kvcdn.cli import (
     listing,
     publish,
     remove,
+    trust,
     upkeep,
     verify,
 )
@@ -54,6 +55,7 @@ app.command()(doctor.doctor)
 app.command()(keygen.keygen)
 app.command()(demo.demo)
 app.command()(economics.economics)
+app.add_typer(trust.app, name="trust")
 app.add_typer(bench.app, name="bench")
 
 
