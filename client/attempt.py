@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from transformers.cache_utils import Cache
 
 from kvcdn.client.fetch import PrefixFetch
+from kvcdn.client.gate import Gate
 from kvcdn.client.match import PublishedPrefix, find_published
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.transport import Source
-from kvcdn.errors import KvcdnError
+from kvcdn.errors import KvcdnError, MismatchError
 from kvcdn.keys import Chain, Namespace
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.speed import prefill_speed
 from kvcdn.model.tokens import Prompt
-from kvcdn.signing import TrustList
 
 
 @dataclass(frozen=True)
 class Supply:
-    """Where caches come from, and who may have made them: what all prompts of a client share."""
+    """Where caches come from, and what they pass before their use: what all prompts of a client share."""
 
     source: Source
-    trust: TrustList
+    gate: Gate
     namespace: Namespace
 
 
@@ -65,7 +65,7 @@ class Attempt:
             length=self.length,
             capacity=len(self.prompt.token_ids) + GROWTH_TOKENS,
             device=self._loaded.model.device,
-            trust=self._supply.trust,
+            trust=self._supply.gate.trust,
         )
 
     def _explain_short_match(self) -> None:
@@ -122,6 +122,30 @@ class Attempt:
         speed = prefill_speed(self._loaded)
         if speed:
             report.seconds_saved = self.length / speed - report.seconds["match"] - fetch.seconds
+
+    def vouched_for(self) -> bool:
+        """Whether the publishers of what is fetched, as far as known by now, have passed the canary before.
+
+        Returns when the first layer is here. Raises the error that ended the fetch.
+        """
+        if self.fetch is None:
+            return True
+        self.fetch.wait_layer(0)
+        return self._supply.gate.open_for({header.publisher for header in self.fetch.headers.values()})
+
+    def admitted_cache(self, *, audit: bool) -> Cache | None:
+        """As `complete_cache`, once it has passed the gate; None where it does not, and the report says why."""
+        cache, fetch, report = self.complete_cache(), self.fetch, self.report
+        if cache is None or fetch is None:
+            return None
+        try:
+            self._supply.gate.admit(fetch.layers, fetch.headers, self.prompt.token_ids, self.length, report, audit=audit)
+        except MismatchError as error:
+            report.miss(error)
+            self.length = report.tokens_reused = report.blocks_reused = report.bytes_raw = 0
+            report.seconds_saved = None
+            return None
+        return cache
 
     def close(self) -> None:
         """Stops what is still on its way."""

@@ -19,11 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from kvcdn.client.attempt import Attempt, Supply
+from kvcdn.client.gate import Gate
 from kvcdn.client.generation import FirstTokenClock, refuse_what_we_own
 from kvcdn.client.report import Report
 from kvcdn.client.sources import open_source
 from kvcdn.client.transport import Source
-from kvcdn.errors import KvcdnError, UnsupportedModelError
+from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
 from kvcdn.keys import Namespace
 from kvcdn.model.cache import cache_argument
@@ -65,7 +66,7 @@ class Answer:
 class Client:
     """Loads published caches into one model. Thread-safe as far as the model is; prompts do not share state."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by name
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
@@ -75,12 +76,16 @@ class Client:
         trust: TrustList | None = None,
         namespace: str | Namespace | None = None,
         token: str | None = None,
+        audit: float = 0.0,
     ) -> None:
         """Binds a loaded model to its checkpoint and opens `source`.
 
         `checkpoint` names the files `model` was loaded from, where the model does not know; `trust` and `namespace` default
-        to the user's trust list and the public namespace. Raises UsageError; an unsupported model is no error, but a miss.
+        to the user's trust list and the public namespace; `audit` is the probability with which one block of a prompt is
+        recomputed. Raises UsageError; an unsupported model is no error, but a miss.
         """
+        if not 0 <= audit <= 1:
+            raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
         self.model = model
         self.tokenizer = tokenizer
         self.source = open_source(source, token=token) if isinstance(source, str) else source
@@ -91,6 +96,7 @@ class Client:
         self._unsupported: UnsupportedModelError | None = None
         try:
             self.loaded = bind_model(model, tokenizer, checkpoint)
+            self._supply = Supply(self.source, Gate(self.loaded, self.trust, audit), self.namespace)
         except UnsupportedModelError as error:
             self._unsupported = error
 
@@ -147,7 +153,8 @@ class Client:
         started = time.perf_counter()
         encoded = self.encode(prompt)
         report, attempt = self._attempt(encoded, started)
-        return self._prepared(encoded, report, None if attempt is None else attempt.complete_cache())
+        cache = None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
+        return self._prepared(encoded, report, cache)
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
         refuse_what_we_own(options, self.model)
@@ -169,16 +176,21 @@ class Client:
         self, prompt: Prompt, report: Report, attempt: Attempt | None, clock: FirstTokenClock, options: dict[str, Any]
     ) -> torch.Tensor:
         """Generates while the cache is still arriving; where it does not arrive, again from what did, or from nothing."""
-        if attempt is not None and attempt.fetch is not None and "streamer" not in options:
+        audit = attempt is not None and self._supply.gate.draw()
+        if attempt is not None and attempt.fetch is not None and "streamer" not in options and not audit:
             try:
-                streaming = self._prepared(prompt, report, attempt.streaming_cache())
-                output: torch.Tensor = self.model.generate(**streaming.inputs(), **options)
-                attempt.record()
-                return output
+                if attempt.vouched_for():
+                    streaming = self._prepared(prompt, report, attempt.streaming_cache())
+                    output: torch.Tensor = self.model.generate(**streaming.inputs(), **options)
+                    attempt.record()
+                    # By now every header is known, also of blocks that the first layer did not need.
+                    if attempt.vouched_for():
+                        return output
             except KvcdnError:
-                # Nothing was written yet: the first forward pass waits for every layer. `complete_cache` meets the same error.
-                clock.reset()
-        cache = None if attempt is None else attempt.complete_cache()
+                # Nothing was written yet: the first forward pass waits for every layer. `admitted_cache` meets the same error.
+                pass
+            clock.reset()
+        cache = None if attempt is None else attempt.admitted_cache(audit=audit)
         started = time.perf_counter()
         output = self.model.generate(**self._prepared(prompt, report, cache).inputs(), **options)
         if cache is None and self.loaded is not None:
@@ -192,7 +204,7 @@ class Client:
         if self.loaded is None:
             report.miss(self._unsupported or UnsupportedModelError("the model is not supported"))
             return report, None
-        return report, Attempt(self.loaded, Supply(self.source, self.trust, self.namespace), prompt, report)
+        return report, Attempt(self.loaded, self._supply, prompt, report)
 
     def _prepared(self, prompt: Prompt, report: Report, cache: Cache | None) -> Prepared:
         ids = torch.tensor([prompt.token_ids], dtype=torch.long, device=self.model.device)

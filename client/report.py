@@ -6,7 +6,15 @@ import enum
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UnsupportedModelError, UntrustedError
+from kvcdn.errors import (
+    CorruptError,
+    KvcdnError,
+    MismatchError,
+    NotFoundError,
+    UnavailableError,
+    UnsupportedModelError,
+    UntrustedError,
+)
 
 
 class MissReason(enum.StrEnum):
@@ -16,6 +24,7 @@ class MissReason(enum.StrEnum):
     UNAVAILABLE = "unavailable"
     CORRUPT = "corrupt"
     UNTRUSTED = "untrusted"
+    MISMATCH = "mismatch"
     UNSUPPORTED_MODEL = "unsupported-model"
     REFUSED = "refused"
 
@@ -25,6 +34,7 @@ class MissReason(enum.StrEnum):
         for kind, reason in (
             (NotFoundError, cls.NOT_PUBLISHED),
             (UntrustedError, cls.UNTRUSTED),
+            (MismatchError, cls.MISMATCH),
             (CorruptError, cls.CORRUPT),
             (UnavailableError, cls.UNAVAILABLE),
             (UnsupportedModelError, cls.UNSUPPORTED_MODEL),
@@ -34,13 +44,31 @@ class MissReason(enum.StrEnum):
         return cls.REFUSED
 
 
+@dataclass(frozen=True)
+class Audited:
+    """A block that was recomputed: the same to the bit, or the same but for rounding (`passed`), or not (`detail`).
+
+    `worst` is the largest relative difference of most tokens of a layer.
+    """
+
+    block: str
+    start: int
+    tokens: int
+    publisher: str
+    identical: bool
+    passed: bool
+    worst: float
+    detail: str
+
+
 @dataclass
 class Report:
     """One prompt. Tokens and bytes are counts; `seconds` by stage are wall time and may overlap.
 
     `tokens_reused` were loaded, the rest of `tokens_total` was prefilled. `reason` and `detail` are set where less was
     reused than the prompt offered. `seconds_saved` is what prefilling the reused tokens takes on this machine, as last
-    measured, less the time spent on loading them; None where that speed is not known yet.
+    measured, less the time spent on loading them; None where that speed is not known yet. `audit` says which block was
+    recomputed, and what came of it, where one was.
     """
 
     source: str
@@ -53,6 +81,7 @@ class Report:
     detail: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_saved: float | None = None
+    audit: Audited | None = None
 
     def miss(self, error: KvcdnError) -> None:
         """Records why reuse ended where it did."""

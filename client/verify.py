@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from kvcdn.client.audit import audit_block, auditable, choose_blocks, find_culprit
 from kvcdn.client.client import Client
 from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.match import find_published
+from kvcdn.client.match import PublishedPrefix, find_published
+from kvcdn.client.report import Audited
 from kvcdn.errors import NotFoundError, UnsupportedModelError
 from kvcdn.keys import BlockName, Chain
 from kvcdn.layout import KINDS
@@ -65,6 +67,45 @@ class Verification:
         return {**asdict(self), "sound": self.sound}
 
 
+@dataclass(frozen=True)
+class AuditedPrefix:
+    """What random blocks of the first `tokens` tokens of a document came to: `audited`, of so many `blocks`.
+
+    `culprit` is the first wrong block, which may have led others astray.
+    """
+
+    tokens: int
+    blocks: int
+    audited: tuple[Audited, ...]
+    culprit: Audited | None
+
+    @property
+    def sound(self) -> bool:
+        """False where a block is not what this model computes from the blocks before it."""
+        return all(one.passed for one in self.audited)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "sound": self.sound}
+
+
+def audit_prefix(
+    client: Client, token_ids: tuple[int, ...], count: int, progress: Callable[[str], None] = lambda _: None
+) -> AuditedPrefix:
+    """Loads the published cache of `token_ids` and recomputes `count` random blocks of it, each from those before it.
+
+    Distrusts nobody: that is for who knows that the model in memory is what its files say. Raises as `verify_prefix`.
+    """
+    loaded, published, fetch = _load_whole(client, token_ids, 0, progress)
+    results = []
+    for header in choose_blocks(auditable(loaded, fetch.layers, fetch.headers), count):
+        progress(f"recomputing tokens {header.start:,} to {header.start + header.tokens:,}")
+        results.append(audit_block(loaded, fetch.layers, header, token_ids))
+    failed = next((one for one in results if not one.passed), None)
+    # Every row is here, so that every block can be cleared or named.
+    culprit = None if failed is None else find_culprit(loaded, fetch.layers, fetch.headers, token_ids, failed)
+    return AuditedPrefix(published.tokens, len(published.blocks), tuple(results), culprit)
+
+
 def verify_prefix(
     client: Client, token_ids: tuple[int, ...], greedy: int = 32, progress: Callable[[str], None] = lambda _: None
 ) -> Verification:
@@ -72,28 +113,8 @@ def verify_prefix(
 
     Raises NotFoundError where none is published, and whatever error loading ends in: here a failure is not a miss.
     """
-    loaded = client.loaded
-    if loaded is None:
-        raise UnsupportedModelError("this model's cache is not supported, so nothing of it can have been published")
-    published = find_published(client.source, Chain(loaded.identity, client.namespace, token_ids), (len(token_ids),))
-    if not published.blocks:
-        raise NotFoundError(
-            f"nothing of this document is published at {client.source.url} for {loaded.identity.name} in this namespace",
-            hint="publish it first, and ask for the same --model, --namespace and --chat",
-        )
+    loaded, published, fetch = _load_whole(client, token_ids, greedy, progress)
     tokens = published.tokens
-    progress(f"loading {tokens:,} tokens")
-    fetch = PrefixFetch(
-        client.source,
-        loaded.identity,
-        published.blocks,
-        length=tokens,
-        capacity=tokens + greedy + GROWTH_TOKENS,
-        device=loaded.model.device,
-        trust=client.trust,
-        whole=True,
-    )
-    fetch.wait()
     equal = all(_as_published(fetch, name) for name in published.blocks)
     progress(f"prefilling {tokens:,} tokens on the publisher's schedule")
     started = time.perf_counter()
@@ -113,6 +134,34 @@ def verify_prefix(
         prefill_seconds=round(seconds, 3),
         one_pass=_against_one_pass(loaded, fetch, token_ids[:tokens], greedy),
     )
+
+
+def _load_whole(
+    client: Client, token_ids: tuple[int, ...], beyond: int, progress: Callable[[str], None]
+) -> tuple[LoadedModel, PublishedPrefix, PrefixFetch]:
+    """Loads every row of what is published of `token_ids`, with room for `beyond` more tokens."""
+    loaded = client.loaded
+    if loaded is None:
+        raise UnsupportedModelError("this model's cache is not supported, so nothing of it can have been published")
+    published = find_published(client.source, Chain(loaded.identity, client.namespace, token_ids), (len(token_ids),))
+    if not published.blocks:
+        raise NotFoundError(
+            f"nothing of this document is published at {client.source.url} for {loaded.identity.name} in this namespace",
+            hint="publish it first, and ask for the same --model, --namespace and --chat",
+        )
+    progress(f"loading {published.tokens:,} tokens")
+    fetch = PrefixFetch(
+        client.source,
+        loaded.identity,
+        published.blocks,
+        length=published.tokens,
+        capacity=published.tokens + beyond + GROWTH_TOKENS,
+        device=loaded.model.device,
+        trust=client.trust,
+        whole=True,
+    )
+    fetch.wait()
+    return loaded, published, fetch
 
 
 def _as_published(fetch: PrefixFetch, name: BlockName) -> bool:

@@ -6,7 +6,8 @@
     +-- NotFoundError            exit 3   there is no such thing where we looked
     +-- IntegrityError           exit 4   the bytes are not what they should be
     |   +-- CorruptError                  malformed, or a hash, tag or name does not match
-    |   +-- UntrustedError                well signed, by a key that is not on the trust list
+    |   +-- UntrustedError                well signed, by a key that is not on the trust list, or no longer trusted
+    |   +-- MismatchError                 well signed by a trusted key, but not what this model computes from this text
     +-- UnavailableError         exit 5   a service or a disk did not do its part; trying again may help
 
 Subclasses exist where a caller branches. Every message says what happened to what; `hint` says what to do next.
@@ -54,7 +55,11 @@ class CorruptError(IntegrityError):
 
 
 class UntrustedError(IntegrityError):
-    """A valid signature by a publisher who is not on the trust list."""
+    """A valid signature by a publisher who is not on the trust list, or whose cache failed an audit."""
+
+
+class MismatchError(IntegrityError):
+    """A cache that is not what this model computes from this text: another's, or the model is not what its files say."""
 
 
 class UnavailableError(KvcdnError):

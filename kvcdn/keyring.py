@@ -4,6 +4,7 @@ With `settings`, the only core module that reads files.
 
 <config>/keys/<name>.pem          Ed25519 signing key, PKCS #8, mode 0600
 <config>/trust                    publishers to accept, a public key and a name a line
+<config>/distrust                 publishers to refuse for all that, a public key, a time and a reason a line
 <config>/namespaces/<name>        32 random bytes in hexadecimal, mode 0600
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import tempfile
+import time
 from pathlib import Path
 
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
@@ -74,12 +77,42 @@ def trust_publisher(key: PublicKey, name: str, path: Path | None = None) -> bool
     if path.exists() and key in load_trust(path).names:
         return False
     words = " ".join(name.replace("#", " ").split())
+    _append(path, f"{key.text} {words}\n", "trust list")
+    return True
+
+
+def distrust_path() -> Path:
+    """Where the publishers lie whose caches failed an audit."""
+    return config_dir() / "distrust"
+
+
+def load_distrust() -> dict[PublicKey, str]:
+    """Publishers to refuse, each with when and why. Raises UsageError for a damaged file: it must not be forgotten."""
+    path = distrust_path()
+    if not path.exists():
+        return {}
+    text = _read(path, "list of distrusted publishers", "").decode("utf-8", "replace")
+    return dict(TrustList.from_text(text, str(path)).names)
+
+
+def distrust_publisher(key: PublicKey, reason: str) -> None:
+    """Refuses `key` from now on, in every process of this user. Raises UnavailableError where that cannot be written down."""
+    words = " ".join(reason.replace("#", " ").split())
+    _append(distrust_path(), f"{key.text} {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {words}\n", "list of distrust")
+
+
+def forgive_publisher(key: PublicKey) -> bool:
+    """Takes back what `distrust_publisher` did; False where there was nothing. Raises UnavailableError."""
+    path, refused = distrust_path(), load_distrust()
+    if key not in refused:
+        return False
+    kept = "".join(f"{other.text} {reason}\n" for other, reason in refused.items() if other != key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(f"{key.text} {words}\n")
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            file.write(kept)
+        Path(file.name).replace(path)
     except OSError as error:
-        raise UnavailableError(f"cannot write the trust list {path}: {error.strerror}") from None
+        raise UnavailableError(f"cannot write {path}: {error.strerror}") from None
     return True
 
 
@@ -113,6 +146,15 @@ def _plain(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name[:80]!r} is not a name: use up to 64 letters, digits, dots, dashes and underscores")
     return name
+
+
+def _append(path: Path, line: str, what: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        raise UnavailableError(f"cannot write the {what} {path}: {error.strerror}") from None
 
 
 def _read(path: Path, what: str, hint: str) -> bytes:

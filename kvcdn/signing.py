@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
@@ -90,9 +90,10 @@ def verify_signature(key: PublicKey, signature: bytes, signed: bytes, what: str)
 
 @dataclass(frozen=True)
 class TrustList:
-    """Publishers' keys that a reader accepts, each with the name its owner gave it."""
+    """Publishers' keys that a reader accepts, each with the name its owner gave it; those `refused` not, with the reason."""
 
     names: Mapping[PublicKey, str]
+    refused: Mapping[PublicKey, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, *keys: PublicKey) -> TrustList:
@@ -103,8 +104,17 @@ class TrustList:
         """Reads a trust file: a key a line, a name behind it, `#` comments. Raises UsageError that names the line."""
         return cls(dict(_read_lines(text, source)))
 
+    def without(self, refused: Mapping[PublicKey, str]) -> TrustList:
+        """This list, less those `refused`, each for the reason given."""
+        return TrustList(self.names, {**self.refused, **refused})
+
     def require(self, key: PublicKey, what: str) -> None:
-        """Raises UntrustedError unless `key` is on the list."""
+        """Raises UntrustedError unless `key` is on the list and not refused."""
+        if key in self.refused:
+            raise UntrustedError(
+                f"{what}: published by {key.text}, who is no longer trusted: {self.refused[key]}",
+                hint=f"if that was a mistake: kvcdn trust forgive {key.text}",
+            )
         if key not in self.names:
             raise UntrustedError(
                 f"{what}: published by {key.text}, who is not on the trust list",

@@ -22,6 +22,7 @@ from kvcdn.cli import (
     publish,
     remove,
     token,
+    trust,
     upkeep,
     verify,
 )
@@ -56,6 +57,7 @@ app.command()(keygen.keygen)
 app.command()(token.token)
 app.command()(demo.demo)
 app.command()(economics.economics)
+app.add_typer(trust.app, name="trust")
 app.add_typer(bench.app, name="bench")
 
 

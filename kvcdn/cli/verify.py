@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,9 +21,13 @@ from kvcdn.cli.options import (
     quiet_libraries,
     trust_list,
 )
-from kvcdn.cli.output import note, print_json, print_pairs
+from kvcdn.cli.output import note, print_json, print_pairs, print_table, print_text
 from kvcdn.cli.publish import encode_document
 from kvcdn.errors import IntegrityError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from kvcdn.client.report import Audited
+    from kvcdn.client.verify import AuditedPrefix
 
 
 def verify(
@@ -37,6 +41,9 @@ def verify(
     trust: TrustFile = None,
     device: Device = "cpu",
     greedy: Annotated[int, typer.Option(min=1, help="Tokens over which to compare with a prefill in one pass.")] = 32,
+    audit: Annotated[
+        int | None, typer.Option(min=1, help="Recompute only so many random blocks, each from those before it.")
+    ] = None,
     *,
     chat: Chat = False,
     as_json: AsJson = False,
@@ -44,7 +51,8 @@ def verify(
     """Load a document's published cache, recompute it, and compare.
 
     Shows that the bytes loaded are those published, whether a local prefill on the same schedule gives the same bits,
-    and how far both are from one pass over the whole text, as any two kernels differ.
+    and how far both are from one pass over the whole text, as any two kernels differ. With --audit, random blocks alone are
+    recomputed, which takes their share of a prefill; a publisher whose block is not right is not trusted from then on.
     """
     from kvcdn.origin.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
 
@@ -52,12 +60,15 @@ def verify(
     source, trusted = open_source(edge, origin, endpoint, token), trust_list(trust)
     quiet_libraries()
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.client.verify import verify_prefix  # noqa: PLC0415
+    from kvcdn.client.verify import audit_prefix, verify_prefix  # noqa: PLC0415
 
     with Client.load(model, source, device=device, trust=trusted, namespace=namespace) as client:
         if client.loaded is None:
             raise UnsupportedModelError(f"the cache of {model} is not supported, so nothing of it can be published")
         token_ids = encode_document(client.loaded, read, chat=chat)
+        if audit is not None:
+            _report_audit(audit_prefix(client, token_ids, audit, progress=note), read.name, len(token_ids), as_json=as_json)
+            return
         found = verify_prefix(client, token_ids, greedy, progress=note)
     if as_json:
         print_json({"document": read.name, "document_tokens": len(token_ids), **found.to_json()})
@@ -82,3 +93,34 @@ def verify(
             "the published cache is not what this model computes from this text on this very stack",
             hint="do not use it; ask its publisher, and remove it from the trust list",
         )
+
+
+def _report_audit(found: AuditedPrefix, document: str, document_tokens: int, *, as_json: bool) -> None:
+    """Shows an audit's outcome, and refuses publishers that failed it: this program loaded the model from its files."""
+    from kvcdn.client.audit import poison, reason_of  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.signing import PublicKey  # noqa: PLC0415
+
+    if as_json:
+        print_json({"document": document, "document_tokens": document_tokens, **found.to_json()})
+    else:
+        print_text(
+            f"{found.tokens:,} of the document's {document_tokens:,} tokens are published, in {found.blocks} blocks;"
+            f" {len(found.audited)} of them recomputed"
+        )
+        print_table(
+            ["TOKENS", "BLOCK", "RESULT"],
+            [[f"{one.start:,} to {one.start + one.tokens:,}", one.block[:16], _result(one)] for one in found.audited],
+        )
+    if found.culprit is not None:
+        publisher, reason = found.culprit.publisher, reason_of(found.culprit)
+        poison(PublicKey.from_text(publisher), reason)
+        raise IntegrityError(
+            f"{reason}; its publisher {publisher} is no longer trusted",
+            hint=f"do not use it; if the mistake was yours: kvcdn trust forgive {publisher}",
+        )
+
+
+def _result(one: Audited) -> str:
+    if one.identical:
+        return "the same to the bit"
+    return f"the same but for rounding, {one.worst:.2%}" if one.passed else "NOT what this model computes"

@@ -12,13 +12,14 @@ There is a class for each kind of layer in FORMAT.md 2.3, to the model the libra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvcdn.errors import MismatchError
 from kvcdn.layout import LayerSpec
 
 GROWTH_TOKENS = 256
@@ -30,6 +31,15 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 LibraryDummyLayer: Any = getattr(cache_utils, "DummyLayer", object)
 LibraryIndexedLayer: Any = getattr(cache_utils, "DynamicIndexedLayer", object)
 """The library's layers for what keeps nothing, and for indexed attention; older versions have none, and no models of it."""
+
+
+def require_dtype(held: Sequence[torch.Tensor], computed: Sequence[torch.Tensor]) -> None:
+    """Raises MismatchError where states are of another dtype than the cache they go to, and would be rounded unseen."""
+    for tensor, states in zip(held, computed, strict=False):
+        if tensor.dtype != states.dtype:
+            raise MismatchError(
+                f"the model computes {states.dtype}, its cache holds {tensor.dtype}: it was changed after loading"
+            )
 
 
 class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is untyped here
@@ -71,6 +81,10 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in self.rows(start, end)[:2])
         return key, value
 
+    def reach(self, length: int) -> list[torch.Tensor]:
+        """What the token behind the first `length` reads of each tensor, [n, heads, dim]; `settle` first."""
+        return self.rows(self._first_needed(length), length)
+
     def _show(self, length: int) -> None:
         self._shown = self._views(0, length)
         self.keys, self.values = self._shown
@@ -97,6 +111,7 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         end = length + key_states.shape[-2]
         if end - self.first > self.storage[0].shape[0]:
             self._grow(length, end + GROWTH_TOKENS)
+        require_dtype(self.storage, (key_states, value_states))
         for tensor, states in zip(self.rows(length, end)[:2], (key_states, value_states), strict=True):
             tensor.copy_(states[0].transpose(0, 1))
         self._show(end)

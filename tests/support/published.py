@@ -28,11 +28,22 @@ class Published:
     token_ids: tuple[int, ...]
     result: PublishResult
 
-    def client(self, source: Any = None, **options: Any) -> Client:
-        """A client of this model that trusts the publisher and reads from the store, or from `source`."""
-        options.setdefault("trust", TrustList.of(self.key.public))
+    @property
+    def trust(self) -> TrustList:
+        """A list of the publisher alone."""
+        return TrustList.of(self.key.public)
+
+    def client(self, source: Any = None, *, vouched: bool = True, **options: Any) -> Client:
+        """A client of this model that trusts the publisher and reads from the store, or from `source`.
+
+        `vouched` for: model and publisher have met before, so that no canary is due and caches may stream at once.
+        """
+        options.setdefault("trust", self.trust)
         source = StoreSource(self.store) if source is None else source
-        return Client(self.loaded.model, self.loaded.tokenizer, source, **options)
+        client = Client(self.loaded.model, self.loaded.tokenizer, source, **options)
+        if vouched and client.loaded is not None:
+            client._supply.gate._canary.vouch({self.key.public})
+        return client
 
 
 def publish_text(checkpoint: Path, *, text: str = TEXT, store: BlobStore | None = None, tokens: int | None = None) -> Published:

@@ -1,0 +1,230 @@
+"""The canary: it sees a model or a publisher that is not what it says, and lets every right one pass."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from kvcdn import layout
+from kvcdn.block import open_header, seal_block
+from kvcdn.client import Client, MissReason
+from kvcdn.client.transport import StoreSource
+from kvcdn.errors import MismatchError
+from kvcdn.keys import Namespace, PrefixNames, block_key
+from kvcdn.model.load import bind_model
+from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
+from kvcdn.model.recompute import Span, compare_span
+from kvcdn.model.tokens import Prompt
+from kvcdn.signing import SigningKey
+from kvcdn.stores.memory import MemoryStore
+from support.published import publish_text
+from support.tiny import tiny_checkpoint
+
+BLOCK, TOKENS = 64, 3 * 64 + 20
+QUESTION = (17, 4, 250, 9, 33)
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+        return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("model")), tokens=TOKENS)
+
+
+def asked(published):
+    return Prompt((*published.token_ids, *QUESTION), (TOKENS,))
+
+
+def reseal(published, change, key=None):
+    """The same document under the same addresses, each tensor of each block as `change(block, tensors)` makes it."""
+    loaded, store = published.loaded, MemoryStore()
+    names = PrefixNames.of(loaded.identity, Namespace.public(), published.token_ids)
+    prefill = ScheduledPrefill(loaded.model, loaded.identity.layout, TOKENS)
+    for name, block in zip(names.blocks, prefill.run(published.token_ids), strict=True):
+        layers = [[bytes(tensor_bytes(t.contiguous())) for t in change(name.index, tensors)] for tensors in block.layers]
+        pieces = seal_block(loaded.identity, name, loaded.producer, layers, key or published.key)
+        store.create(block_key(loaded.identity.tag, name.address), pieces)
+    return store
+
+
+def perturbed(model):
+    """All weights of one layer off by 5 % of their spread."""
+    torch.manual_seed(3)
+    for weight in model.model.layers[1].parameters():
+        weight.data.add_(0.05 * torch.randn_like(weight) * weight.float().std().clamp_min(1e-2))
+
+
+def scaled(model):
+    for weight in model.model.layers[1].parameters():
+        weight.data.mul_(1.05)
+
+
+def other_rope(model):
+    rope = model.model.rotary_emb
+    rope.inv_freq = rope.inv_freq * 2.0 ** (-torch.arange(len(rope.inv_freq)) / len(rope.inv_freq))
+
+
+def other_tune(model):
+    torch.manual_seed(5)
+    for weight in model.parameters():
+        weight.data.add_(0.1 * torch.randn_like(weight) * weight.float().std().clamp_min(1e-2))
+
+
+def other_dtype(model):
+    model.half()
+
+
+MODEL_FAULTS = {
+    "one layer's weights off by 5 %": perturbed,
+    "one layer's weights 5 % larger": scaled,
+    "another rope base": other_rope,
+    "another fine-tune under this name": other_tune,
+    "another dtype": other_dtype,
+}
+
+
+@pytest.mark.parametrize("fault", MODEL_FAULTS)
+@pytest.mark.parametrize("when", ["before the first use", "after it"])
+def test_a_model_that_is_not_what_its_files_say_gets_no_cache(published, fault, when):
+    """Whenever the model was changed in memory: the cache is refused, and the model answers by itself."""
+    model = copy.deepcopy(published.loaded.model)
+    with Client(model, published.loaded.tokenizer, StoreSource(published.store), trust=published.trust) as client:
+        if when == "after it":
+            assert TOKENS == client.generate(asked(published), **GREEDY).report.tokens_reused
+        MODEL_FAULTS[fault](model)
+        answer = client.generate(asked(published), **GREEDY)
+        again = client.generate(asked(published), **GREEDY)
+    assert (0, MissReason.MISMATCH) == (answer.report.tokens_reused, answer.report.reason)
+    ids = torch.tensor([asked(published).token_ids])
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert tuple(alone[0, ids.shape[1] :].tolist()) == answer.token_ids == again.token_ids
+    # The second time nothing is loaded at all.
+    assert (0, MissReason.UNTRUSTED) == (again.report.tokens_reused, again.report.reason)
+
+
+def swapped(_block, tensors):
+    return tensors[::-1]
+
+
+def shifted(_block, tensors):
+    return [tensor.roll(1, dims=0) for tensor in tensors]
+
+
+def heads_swapped(_block, tensors):
+    return [tensor.flip(1) for tensor in tensors]
+
+
+def not_a_number(_block, tensors):
+    return [torch.full_like(tensor, float("nan")) for tensor in tensors]
+
+
+PUBLISHER_FAULTS = {"K and V": swapped, "positions": shifted, "heads": heads_swapped, "not a number": not_a_number}
+
+
+@pytest.mark.parametrize("fault", PUBLISHER_FAULTS)
+@pytest.mark.parametrize("way", ["generate", "prepare"])
+def test_a_cache_laid_out_otherwise_is_refused(published, fault, way):
+    """What a publisher, or this client, may have mixed up."""
+    store = reseal(published, PUBLISHER_FAULTS[fault])
+    with published.client(StoreSource(store), vouched=False) as client:
+        if way == "generate":
+            report = client.generate(asked(published), **GREEDY).report
+        else:
+            prepared = client.prepare(asked(published))
+            assert prepared.cache is None
+            report = prepared.report
+    assert (0, MissReason.MISMATCH) == (report.tokens_reused, report.reason)
+    names = PrefixNames.of(published.loaded.identity, Namespace.public(), published.token_ids)
+    assert str(names.blocks[0].address) in report.detail
+
+
+KINDS = (
+    "llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_neox", "mistral-window", "gemma3_text", "gemma3n_text", "gpt_oss",
+    "llama4_text", "deepseek_v32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_models_of_every_kind_pass(tmp_path, kind):
+    """The same kernel gives the same bits, or nearly; another one, in bf16, differs by rounding; both pass."""
+    published = publish_text(tiny_checkpoint(tmp_path, kind), tokens=TOKENS)
+    with published.client(vouched=False) as client:
+        report = client.generate(asked(published), **GREEDY).report
+        assert (TOKENS, None) == (report.tokens_reused, report.reason)
+        assert 0 < report.seconds["canary"]
+    other = "eager" if published.loaded.producer.attention != "eager" else "sdpa"
+    if kind == "gpt_oss":
+        return  # the library has one kernel for it on the CPU
+    published.loaded.model.set_attn_implementation(other)
+    with published.client(vouched=False) as client:
+        report = client.prepare(asked(published)).report
+    assert (TOKENS, None) == (report.tokens_reused, report.reason)
+    assert "canary" in report.seconds
+
+
+def test_another_kernel_is_compared_with_measured_rounding(published):
+    """In bf16 another kernel is not the same to the bit, and is not taken for a fault."""
+    loaded = bind_model(copy.deepcopy(published.loaded.model), published.loaded.tokenizer)
+    prefill = ScheduledPrefill(loaded.model, loaded.identity.layout, TOKENS)
+    list(prefill.run(published.token_ids))
+    loaded.model.set_attn_implementation("eager")
+    found = compare_span(loaded, prefill._layers, published.token_ids, Span(128, 192))
+    assert (False, "") == (found.identical, found.excess)
+    assert 1e-3 < found.worst < 0.05
+
+
+def test_what_passed_is_remembered_for_the_model_as_it_is(published):
+    """In this process and on disk: no second canary, until a weight changes."""
+    with published.client(vouched=False) as client:
+        assert "canary" in client.generate(asked(published), **GREEDY).report.seconds
+        assert "canary" not in client.generate(asked(published), **GREEDY).report.seconds
+    with published.client(vouched=False) as client:
+        assert "canary" not in client.generate(asked(published), **GREEDY).report.seconds
+    model = copy.deepcopy(published.loaded.model)
+    with Client(model, published.loaded.tokenizer, StoreSource(published.store), trust=published.trust) as client:
+        assert "canary" not in client.generate(asked(published), **GREEDY).report.seconds
+        # In the noise of bf16, but a change: looked at again.
+        model.model.norm.weight.data.mul_(1.01)
+        assert "canary" in client.generate(asked(published), **GREEDY).report.seconds
+
+
+def test_each_publisher_of_a_prefix_is_tried(published):
+    """A second publisher's blocks behind the first one's are not covered by the first one's good name."""
+    thief = SigningKey.generate()
+    good, bad = published.store, reseal(published, shifted, thief)
+    mixed = MemoryStore()
+    keys = sorted((info.key for info in bad.list("v1/")), key=lambda key: open_header(bad.read(key), key).start)
+    for index, key in enumerate(keys):
+        mixed.create(key, [(bad if index >= 2 else good).read(key)])
+    trust = dataclasses.replace(published.trust, names={published.key.public: "", thief.public: ""})
+    with published.client(StoreSource(mixed), trust=trust) as client:
+        report = client.generate(asked(published), **GREEDY).report
+    assert (0, MissReason.MISMATCH) == (report.tokens_reused, report.reason)
+    assert thief.public.text in report.detail
+
+
+def test_a_layer_refuses_states_of_another_dtype(published):
+    """Writing them would round them, unseen."""
+    with published.client() as client:
+        prepared = client.prepare(asked(published))
+    layer = prepared.cache.layers[0]
+    states = layer.keys[:, :, :1].float()
+    with pytest.raises(MismatchError, match="float32"):
+        layer.update(states, states)
