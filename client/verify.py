@@ -17,7 +17,7 @@ import torch
 from kvcdn.client.client import Client
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.match import find_published
-from kvcdn.errors import NotFoundError, UnsupportedModelError
+from kvcdn.errors import NotFoundError
 from kvcdn.keys import BlockName, Chain
 from kvcdn.layout import KINDS
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument, output_cache
@@ -72,9 +72,7 @@ def verify_prefix(
 
     Raises NotFoundError where none is published, and whatever error loading ends in: here a failure is not a miss.
     """
-    loaded = client.loaded
-    if loaded is None:
-        raise UnsupportedModelError("this model's cache is not supported, so nothing of it can have been published")
+    loaded = client.current()
     published = find_published(client.source, Chain(loaded.identity, client.namespace, token_ids), (len(token_ids),))
     if not published.blocks:
         raise NotFoundError(
