@@ -11,7 +11,9 @@ word from the library. A failure of any kind is a miss with a reason, and the mo
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -27,6 +29,7 @@ from kvcdn.client.transport import Source
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
 from kvcdn.keys import Namespace
+from kvcdn.model.adapters import attach_adapters, unwrapped
 from kvcdn.model.cache import cache_argument
 from kvcdn.model.checkpoint import Checkpoint
 from kvcdn.model.load import LoadedModel, bind_model, load_transformers
@@ -73,38 +76,54 @@ class Client:
         source: str | Source,
         *,
         checkpoint: str | Checkpoint | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         trust: TrustList | None = None,
         namespace: str | Namespace | None = None,
         token: str | None = None,
         audit: float = 0.0,
     ) -> None:
-        """Binds a loaded model to its checkpoint and opens `source`.
+        """Binds a loaded model, which may be a model of peft, to its checkpoint and opens `source`.
 
-        `checkpoint` names the files `model` was loaded from, where the model does not know; `trust` and `namespace` default
-        to the user's trust list and the public namespace; `audit` is the probability with which one block of a prompt is
-        recomputed. Raises UsageError; an unsupported model is no error, but a miss.
+        `checkpoint` names the files `model` was loaded from, where the model does not know; `adapters` the folder of each LoRA
+        adapter by its name in the model; `trust` and `namespace` default to the user's trust list and the public namespace;
+        `audit` is the probability with which one block of a prompt is recomputed. Raises UsageError; an unsupported model is no
+        error, but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
-        self.model = model
+        self.model = model = unwrapped(model)
         self.tokenizer = tokenizer
         self.source = open_source(source, token=token) if isinstance(source, str) else source
         self.trust = load_trust() if trust is None else trust
+        self._audit = audit
         self.namespace = namespace if isinstance(namespace, Namespace) else load_namespace(namespace)
         self._cache_argument = cache_argument(model.forward)
         self.loaded: LoadedModel | None = None
         self._unsupported: UnsupportedModelError | None = None
         try:
-            self.loaded = bind_model(model, tokenizer, checkpoint)
-            self._supply = Supply(self.source, Gate(self.loaded, self.trust, audit), self.namespace)
+            folders = {name: Path(folder) for name, folder in (adapters or {}).items()}
+            self.loaded = bind_model(model, tokenizer, checkpoint, folders)
+            self._supply = self._supply_for(self.loaded)
         except UnsupportedModelError as error:
             self._unsupported = error
 
     @classmethod
-    def load(cls, model: str, source: str | Source, *, device: str = "cpu", **options: Any) -> Self:
-        """Loads the model `model` (folder, hub id or alias) and opens `source`; `options` as for the constructor."""
+    def load(
+        cls,
+        model: str,
+        source: str | Source,
+        *,
+        device: str = "cpu",
+        adapters: Sequence[str | Path] = (),
+        **options: Any,
+    ) -> Self:
+        """Loads the model `model` (folder, hub id or alias) and opens `source`; `options` as for the constructor.
+
+        `adapters` are folders of LoRA adapters, active together in this order.
+        """
         transformer, tokenizer, checkpoint = load_transformers(model, device)
-        return cls(transformer, tokenizer, source, checkpoint=checkpoint, **options)
+        names = attach_adapters(transformer, [Path(folder) for folder in adapters])
+        return cls(transformer, tokenizer, source, checkpoint=checkpoint, adapters=names, **options)
 
     def close(self) -> None:
         """Closes idle connections."""
@@ -201,10 +220,24 @@ class Client:
         """The report of a prompt that was begun at `started`, and the attempt, where the model is supported."""
         report = Report(self.source.url, len(prompt.token_ids))
         report.seconds["tokenize"] = time.perf_counter() - started
-        if self.loaded is None:
-            report.miss(self._unsupported or UnsupportedModelError("the model is not supported"))
+        try:
+            loaded = self.current()
+        except UnsupportedModelError as error:
+            report.miss(error)
             return report, None
-        return report, Attempt(self.loaded, self._supply, prompt, report)
+        return report, Attempt(loaded, self._supply, prompt, report)
+
+    def current(self) -> LoadedModel:
+        """The model, bound to the adapters it applies now. Raises UnsupportedModelError."""
+        if self.loaded is None:
+            raise self._unsupported or UnsupportedModelError("the model is not supported")
+        loaded = self.loaded.current()
+        if loaded is not self.loaded:
+            self.loaded, self._supply = loaded, self._supply_for(loaded)
+        return loaded
+
+    def _supply_for(self, loaded: LoadedModel) -> Supply:
+        return Supply(self.source, Gate(loaded, self.trust, self._audit), self.namespace)
 
     def _prepared(self, prompt: Prompt, report: Report, cache: Cache | None) -> Prepared:
         ids = torch.tensor([prompt.token_ids], dtype=torch.long, device=self.model.device)

@@ -19,7 +19,7 @@ from kvcdn.client.client import Client
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.match import PublishedPrefix, find_published
 from kvcdn.client.report import Audited
-from kvcdn.errors import NotFoundError, UnsupportedModelError
+from kvcdn.errors import NotFoundError
 from kvcdn.keys import BlockName, Chain
 from kvcdn.layout import KINDS
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument, output_cache
@@ -140,9 +140,7 @@ def _load_whole(
     client: Client, token_ids: tuple[int, ...], beyond: int, progress: Callable[[str], None]
 ) -> tuple[LoadedModel, PublishedPrefix, PrefixFetch]:
     """Loads every row of what is published of `token_ids`, with room for `beyond` more tokens."""
-    loaded = client.loaded
-    if loaded is None:
-        raise UnsupportedModelError("this model's cache is not supported, so nothing of it can have been published")
+    loaded = client.current()
     published = find_published(client.source, Chain(loaded.identity, client.namespace, token_ids), (len(token_ids),))
     if not published.blocks:
         raise NotFoundError(

@@ -39,6 +39,7 @@ class Estimate:
 
 def estimate_publish(loaded: LoadedModel, token_ids: Sequence[int], namespace: Namespace) -> Estimate:
     """Prefills and seals the first block of `token_ids`, writes nothing, and extrapolates. Raises UsageError."""
+    loaded = loaded.current()
     check_length(loaded, len(token_ids))
     identity = loaded.identity
     names = PrefixNames.of(identity, namespace, token_ids)

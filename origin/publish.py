@@ -99,7 +99,11 @@ class Publisher:
         expires: int | None = None,
         progress: Callable[[PublishProgress], None] = lambda _: None,
     ) -> PublishResult:
-        """Publishes the prefix `token_ids`; `expires` is a Unix time. Raises UsageError before anything is written."""
+        """Publishes the prefix `token_ids`; `expires` is a Unix time. Raises UsageError before anything is written.
+
+        The model's adapters must not change while this runs.
+        """
+        self.loaded = self.loaded.current()
         names = self._names(token_ids)
         run = _Run(self.loaded, self._store, self._key, self._trust, names, progress)
         existing = run.existing_manifest()

@@ -43,6 +43,9 @@ class PublisherSettings(BaseSettings):
     )
     endpoint: str | None = Field(default=None, description="The S3 endpoint, for a server that is not AWS.")
     model: str = Field(min_length=1, description="What prefills: a checkpoint folder, a hub id or an alias.")
+    adapters: tuple[Path, ...] = Field(
+        default=(), description="Folders of LoRA adapters that the model applies, in this order. Without them, none."
+    )
     device: str = Field(default="cpu", min_length=1, description="Where the model runs: cpu, cuda, cuda:1.")
     namespace: str | None = Field(
         default=None,

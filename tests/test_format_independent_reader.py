@@ -237,6 +237,52 @@ MANIFEST = fields(
 
 # Section 2: names.
 
+ADAPTER_LEFT_OUT = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "lora_dropout",
+    "peft_version",
+    "revision",
+    "task_type",
+)
+
+ADAPTER_SETS = ("exclude_modules", "modules_to_save", "target_modules")
+
+
+def exact(value: Any) -> Any:
+    """2.2: floats and large integers as strings."""
+    if isinstance(value, float):
+        return "f:" + {"nan": "nan", "inf": "inf", "-inf": "-inf"}.get(str(value), repr(value))
+    if type(value) is int and abs(value) >= 2**53:
+        return f"i:{value}"
+    if isinstance(value, list):
+        return [exact(item) for item in value]
+    return {name: exact(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def adapter_digest(config: dict[str, Any], weights: bytes) -> bytes:
+    """2.1: of a LoRA adapter's configuration and its safetensors file."""
+    kept = {name: value for name, value in config.items() if value is not None and name not in ADAPTER_LEFT_OUT}
+    for name in ADAPTER_SETS:
+        if isinstance(kept.get(name), list):
+            kept[name] = sorted(kept[name], key=lambda text: [ord(character) for character in text])
+    encoded = write_json(exact(kept)).encode()
+    behind = 8 + int.from_bytes(weights[:8], "little")
+    header = json.loads(weights[8:behind])
+    header.pop("__metadata__", None)
+    lines = b""
+    for name in sorted(header, key=lambda text: text.encode()):
+        start, end = header[name]["data_offsets"]
+        hashed = blake3(weights[behind + start : behind + end]).hexdigest()
+        lines += write_json([name, header[name]["dtype"], header[name]["shape"], hashed]).encode() + b"\n"
+    return derive("kvcdn v1 adapter", u32le(len(encoded)) + encoded + lines)
+
+
+def adapted(base: bytes, applied: list[list[str]]) -> bytes:
+    """2.1: the fingerprint of a model that applies adapters."""
+    return derive("kvcdn v1 adapted fingerprint", base + write_json(applied).encode())
+
 
 def model_tag(fingerprint: bytes) -> bytes:
     return derive("kvcdn v1 model tag", fingerprint)[:16]
@@ -463,6 +509,15 @@ def test_imports_nothing_from_the_package() -> None:
 def test_derive(case: Any) -> None:
     """Every context of FORMAT.md gives the recorded bytes, and the BLAKE3 library the bytes of BLAKE3's own vectors."""
     assert case["output"] == derive(case["context"], bytes.fromhex(case["material"])).hex()
+
+
+@pytest.mark.parametrize("case", cases("derivations.json", "adapters"))
+def test_adapter(case: Any) -> None:
+    """An adapter's digest from its two files, and the fingerprint of a model that applies it."""
+    digest = adapter_digest(json.loads(case["config"]), bytes.fromhex(case["weights"]))
+    assert case["digest"] == digest.hex()
+    assert digest.hex() in [entry[0] for entry in case["applied"]]
+    assert case["fingerprint"] == adapted(bytes.fromhex(case["base"]), case["applied"]).hex()
 
 
 def test_contexts_are_those_of_the_document() -> None:

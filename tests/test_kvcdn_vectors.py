@@ -18,6 +18,7 @@ from kvcdn.errors import CorruptError, IntegrityError, UntrustedError
 from kvcdn.keys import ModelIdentity, Namespace, PrefixNames, block_key, manifest_key, model_tag
 from kvcdn.layout import LayerSpec, Layout, TensorSpec
 from kvcdn.manifest import Manifest, open_manifest
+from kvcdn.model.fingerprint import adapted_fingerprint, fingerprint_adapter
 from kvcdn.producer import Producer
 from kvcdn.seal import ObjectKeys
 from kvcdn.signing import PublicKey, SigningKey, TrustList
@@ -73,6 +74,16 @@ def test_derive(case: Any) -> None:
 def test_model_tag(case: Any) -> None:
     """A model tag is the recorded 16 bytes."""
     assert ModelTag.parse(case["model_tag"], "tag") == model_tag(Digest.parse(case["fingerprint"], "fingerprint"))
+
+
+@pytest.mark.parametrize("case", cases("derivations.json", "adapters"))
+def test_adapter(tmp_path: Path, case: Any) -> None:
+    """An adapter's digest follows from its two files, and the fingerprint from what is applied, in order."""
+    (tmp_path / "adapter_config.json").write_text(case["config"], "utf-8")
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes.fromhex(case["weights"]))
+    assert case["digest"] == str(fingerprint_adapter(tmp_path))
+    applied = [(Digest.parse(digest, "adapter"), how, dtype) for digest, how, dtype in case["applied"]]
+    assert case["fingerprint"] == str(adapted_fingerprint(Digest.parse(case["base"], "base"), applied))
 
 
 @pytest.mark.parametrize("case", cases("layouts.json", "layouts"))

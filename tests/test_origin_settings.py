@@ -87,7 +87,9 @@ def test_sample_shows_defaults_that_are_true(service: str, tmp_path: Path) -> No
     shown = {name: getattr(settings, name) for name in commented(sample)}
     defaults = {name: model.model_fields[name].default for name in shown}
     assert {} == {name: value for name, value in shown.items() if defaults[name] not in (None, value)}
-    assert service != "publisher" or {"device", "label"} == {name for name in defaults if defaults[name] is not None}
+    assert service != "publisher" or {"adapters", "device", "label"} == {
+        name for name in defaults if defaults[name] is not None
+    }
 
 
 @EACH_SERVICE
@@ -107,6 +109,7 @@ def test_every_setting_is_described(service: str) -> None:
         ('model = "m"\norigin = "https://cdn.example.org"', "origin: http(s) origins can only be read"),
         ('model = "m"\norigin = ""', "origin: "),
         ('model = "m"\ndays = 0', "days: "),
+        ('model = "m"\nadapters = "/a"', "adapters: "),
         ('model = "m"\ndays = 1000000', "days: "),
         ('model = "m"\nlabel = "' + "x" * 257 + '"', "label: "),
         ("model = ", "cannot read settings from"),
@@ -159,6 +162,7 @@ def test_environment_alone_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
         "origin": "s3://bucket/prefix",
         "endpoint": "http://127.0.0.1:1",
         "model": "m",
+        "adapters": '["/a", "/b"]',
         "device": "cuda:1",
         "namespace": "acme",
         "key_file": "/k",
@@ -170,7 +174,8 @@ def test_environment_alone_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in given.items():
         monkeypatch.setenv(f"KVCDN_PUBLISHER_{name.upper()}", value)
     settings = load_settings(None, {})
-    assert {**given, "key_file": Path("/k"), "trust_file": Path("/t"), "days": 30} == settings.model_dump()
+    typed = {"adapters": (Path("/a"), Path("/b")), "key_file": Path("/k"), "trust_file": Path("/t"), "days": 30}
+    assert {**given, **typed} == settings.model_dump()
     monkeypatch.setenv("KVCDN_PUBLISHER_DAYS", "")
     assert load_settings(None, {}).days is None
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvcdn.cli.options import (
+    Adapter,
     AsJson,
     Chat,
     Device,
@@ -28,6 +29,7 @@ def ask(
     document: Annotated[str, typer.Argument(help="The document: a text file, an http(s) URL, or - for standard input.")],
     question: Annotated[str, typer.Argument(help="What to ask about it.")],
     model: Model,
+    adapter: Adapter = None,
     edge: Edge = None,
     origin: Origin = None,
     endpoint: Endpoint = None,
@@ -52,7 +54,7 @@ def ask(
     quiet_libraries()
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
 
-    with Client.load(model, source, device=device, trust=trusted, namespace=namespace) as client:
+    with Client.load(model, source, device=device, adapters=adapter or (), trust=trusted, namespace=namespace) as client:
         answer = client.ask(content, question, max_new_tokens=max_tokens, do_sample=False)
     if as_json:
         print_json({"answer": answer.text, "token_ids": list(answer.token_ids), "report": answer.report.to_json()})

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from kvcdn.store import BlobStore
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id, or alias such as smollm2-135m.")]
+Adapter = Annotated[
+    list[Path] | None,
+    typer.Option("--adapter", help="Folder of a LoRA adapter that the model applies; several are applied in this order."),
+]
 Origin = Annotated[
     str | None,
     typer.Option(envvar="KVCDN_ORIGIN", help="A folder, s3://bucket/prefix, or http(s)://host. Default: a folder of yours."),

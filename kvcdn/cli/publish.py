@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvcdn.cli.options import (
+    Adapter,
     AsJson,
     Chat,
     Endpoint,
@@ -37,6 +38,7 @@ _SECONDS_PER_DAY = 86400
 def publish(
     source: Annotated[str, typer.Argument(help="A text file, a folder of them, an http(s) URL, or - for standard input.")],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Checkpoint folder, hub id, or alias.")] = None,
+    adapter: Adapter = None,
     origin: Origin = None,
     endpoint: Endpoint = None,
     config: Annotated[Path | None, typer.Option(help="Settings file; infra/origin.toml is a commented sample.")] = None,
@@ -66,7 +68,8 @@ def publish(
     from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415
 
     options = {"model": model, "origin": origin, "endpoint": endpoint, "namespace": namespace, "label": label, "days": days}
-    settings = load_settings(config, {**options, "key_file": key, "trust_file": trust, "device": device})
+    files = {"adapters": adapter or None, "key_file": key, "trust_file": trust}
+    settings = load_settings(config, {**options, **files, "device": device})
     sources = list_documents(source)
     # The first document is read before anything slow happens.
     first = _readable(sources[0], read_document, only=len(sources) == 1)
@@ -105,7 +108,7 @@ def _load(settings: PublisherSettings) -> LoadedModel:
     quiet_libraries()
     from kvcdn.model.load import load_model  # noqa: PLC0415 - see kvcdn.cli
 
-    return load_model(settings.model, settings.device)
+    return load_model(settings.model, settings.device, settings.adapters)
 
 
 def _publisher(loaded: LoadedModel, settings: PublisherSettings, space: Namespace) -> Publisher:

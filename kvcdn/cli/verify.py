@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcdn.cli.options import (
+    Adapter,
     AsJson,
     Chat,
     Device,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 def verify(
     document: Annotated[str, typer.Argument(help="The document: a text file, an http(s) URL, or - for standard input.")],
     model: Model,
+    adapter: Adapter = None,
     edge: Edge = None,
     origin: Origin = None,
     endpoint: Endpoint = None,
@@ -62,7 +64,7 @@ def verify(
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.client.verify import audit_prefix, verify_prefix  # noqa: PLC0415
 
-    with Client.load(model, source, device=device, trust=trusted, namespace=namespace) as client:
+    with Client.load(model, source, device=device, adapters=adapter or (), trust=trusted, namespace=namespace) as client:
         if client.loaded is None:
             raise UnsupportedModelError(f"the cache of {model} is not supported, so nothing of it can be published")
         token_ids = encode_document(client.loaded, read, chat=chat)

@@ -1,4 +1,4 @@
-"""Model fingerprints from a checkpoint's files (FORMAT.md 2.1, 2.2), computed once per file state and remembered. No torch.
+"""Fingerprints of models and adapters from their files (FORMAT.md 2.1, 2.2), once per file state and remembered. No torch.
 
 Files, because engines rename and fuse tensors in memory while the checkpoint is the same everywhere; every weight, because
 a name or a revision says nothing about what was loaded.
@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,20 @@ _IRRELEVANT = frozenset(
 )
 """Configuration keys that cannot decide the KV: FORMAT.md 2.2 is the list. What is not here counts."""
 
+_ADAPTER_IRRELEVANT = frozenset(
+    ["auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision", "task_type"]
+)
+"""Keys of an adapter's configuration that cannot decide the KV (FORMAT.md 2.1)."""
+
+_ADAPTER_SETS = frozenset(["exclude_modules", "modules_to_save", "target_modules"])
+"""Keys whose arrays peft writes in any order: they are sets."""
+
+_ADAPTER_REFUSED = ("alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config")
+"""Variants of LoRA whose KV hangs on more than weights and the tokens before."""
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
 _MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
 """The limit safetensors itself sets."""
 
@@ -90,27 +104,78 @@ def fingerprint_checkpoint(folder: Path) -> Digest:
     Raises NotFoundError without weights, UnsupportedModelError for weights that are not safetensors, CorruptError for
     broken files.
     """
-    files = [folder / "config.json", *_weight_files(folder)]
-    state = _file_state(files)
+    files = [folder / "config.json", *weight_files(folder)]
+    return _once(files, lambda: _fingerprint("kvcdn v1 model fingerprint", relevant_config(read_config(folder)), files[1:]))
+
+
+def fingerprint_adapter(folder: Path) -> Digest:
+    """The digest of the LoRA adapter in `folder`, as peft saves it; 32 bytes.
+
+    Raises NotFoundError, CorruptError, or UnsupportedModelError for what is not LoRA, or not safetensors.
+    """
+    files = [folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS]
+    config = read_adapter_config(folder)
+    if not files[1].is_file():
+        raise UnsupportedModelError(
+            f"{folder} has no {ADAPTER_WEIGHTS}, and other formats are not read",
+            hint="save the adapter with peft: model.save_pretrained(folder)",
+        )
+    return _once(files, lambda: _fingerprint("kvcdn v1 adapter", relevant_adapter_config(config), files[1:]))
+
+
+def adapted_fingerprint(base: Digest, applied: Sequence[tuple[Digest, str, str]]) -> Digest:
+    """The fingerprint of a model that applies adapters: of each, in order, its digest, `active` or `merged`, and its dtype."""
+    listed = canonical.encode([[str(digest), how, dtype] for digest, how, dtype in applied])
+    return Digest(derive("kvcdn v1 adapted fingerprint", base + listed))
+
+
+def _once(files: Sequence[Path], compute: Callable[[], Digest]) -> Digest:
+    """What `compute` makes of `files`, which all lie in one folder, or what it made when they were last in this state."""
+    state, key = _file_state(files), str(files[0].resolve().parent)
     remembered = Remembered("fingerprints")
-    entry = remembered.get(str(folder.resolve()))
+    entry = remembered.get(key)
     if isinstance(entry, dict) and entry.get("state") == state:
         with suppress(CorruptError):
             return Digest.parse(entry.get("fingerprint"), "remembered fingerprint")
-    config = read_config(folder)
-    computed = _fingerprint(config, _tensor_lines(files[1:]))
+    computed = compute()
     if _file_state(files) == state:
-        remembered.put(str(folder.resolve()), {"state": state, "fingerprint": str(computed)})
+        remembered.put(key, {"state": state, "fingerprint": str(computed)})
     return computed
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The raw config.json of a checkpoint. Raises NotFoundError or CorruptError."""
-    path = folder / "config.json"
+    return _read_json(folder / "config.json", "give the folder of a transformers checkpoint")
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The raw configuration of a LoRA adapter.
+
+    Raises NotFoundError, CorruptError, or UnsupportedModelError for another method of peft.
+    """
+    config = _read_json(folder / ADAPTER_CONFIG, "give the folder of an adapter that peft saved")
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedModelError(f"the adapter {folder} is {config.get('peft_type')!r}; of peft only LORA is supported")
+    for key in _ADAPTER_REFUSED:
+        if config.get(key):
+            raise UnsupportedModelError(f"the adapter {folder} sets {key}, a variant of LoRA that is not supported")
+    return config
+
+
+def relevant_adapter_config(config: Mapping[str, Any]) -> Any:
+    """`config` without the keys that cannot decide the KV, and without those that are null, in the form of FORMAT.md 2.1."""
+    kept = {key: value for key, value in config.items() if key not in _ADAPTER_IRRELEVANT and value is not None}
+    for key in _ADAPTER_SETS & kept.keys():
+        if isinstance(kept[key], list):
+            kept[key] = sorted(kept[key], key=str)
+    return _exact(kept)
+
+
+def _read_json(path: Path, hint: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise NotFoundError(f"{folder} has no config.json", hint="give the folder of a transformers checkpoint") from None
+        raise NotFoundError(f"{path.parent} has no {path.name}", hint=hint) from None
     except (ValueError, OSError) as error:
         raise CorruptError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
@@ -120,10 +185,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def relevant_config(config: Any) -> Any:
     """`config` without the keys that cannot decide the KV, numbers in the form of FORMAT.md 2.2."""
+    return _exact(config, _IRRELEVANT)
+
+
+def _exact(config: Any, without: frozenset[str] = frozenset()) -> Any:
     if isinstance(config, dict):
-        return {key: relevant_config(value) for key, value in config.items() if key not in _IRRELEVANT}
+        return {key: _exact(value, without) for key, value in config.items() if key not in without}
     if isinstance(config, list):
-        return [relevant_config(value) for value in config]
+        return [_exact(value, without) for value in config]
     if isinstance(config, float):
         return "f:" + (repr(config) if math.isfinite(config) else str(config))
     if isinstance(config, int) and not isinstance(config, bool) and abs(config) > canonical.MAX_INTEGER:
@@ -131,12 +200,13 @@ def relevant_config(config: Any) -> Any:
     return config
 
 
-def _fingerprint(config: Mapping[str, Any], tensor_lines: bytes) -> Digest:
-    encoded = canonical.encode(relevant_config(config))
-    return Digest(derive("kvcdn v1 model fingerprint", struct.pack("<I", len(encoded)) + encoded + tensor_lines))
+def _fingerprint(context: str, config: Any, weights: Sequence[Path]) -> Digest:
+    encoded = canonical.encode(config)
+    return Digest(derive(context, struct.pack("<I", len(encoded)) + encoded + _tensor_lines(weights)))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint. Raises NotFoundError, CorruptError or UnsupportedModelError."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():
@@ -160,7 +230,7 @@ def _weight_files(folder: Path) -> list[Path]:
     raise NotFoundError(f"{folder} has no model.safetensors", hint="give the folder of a transformers checkpoint")
 
 
-def _tensor_lines(files: list[Path]) -> bytes:
+def _tensor_lines(files: Sequence[Path]) -> bytes:
     lines: dict[str, bytes] = {}
     for path in files:
         for name, line in _hash_tensors(path):
@@ -199,6 +269,6 @@ def _read_safetensors_header(view: memoryview, path: Path) -> list[tuple[str, st
         raise CorruptError(f"{path} is not a readable safetensors file: {error}") from None
 
 
-def _file_state(files: list[Path]) -> list[list[int | str]]:
+def _file_state(files: Sequence[Path]) -> list[list[int | str]]:
     stats = [(path.name, path.stat()) for path in files]
     return [[name, s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats]

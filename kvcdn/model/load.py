@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,24 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError, KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keys import ModelIdentity
+from kvcdn.model.adapters import AdapterState, adapter_state, attach_adapters, bind_adapters, unwrapped
 from kvcdn.model.checkpoint import Checkpoint, resolve_checkpoint
 from kvcdn.model.fingerprint import fingerprint_checkpoint, relevant_config
 from kvcdn.model.probe import probe_layout
+from kvcdn.model.weights import require_checkpoint_weights
 from kvcdn.producer import Producer
+
+
+@dataclass(frozen=True)
+class _Files:
+    """What a model was loaded from: its checkpoint's fingerprint and folder, and the folders of its adapters by name."""
+
+    fingerprint: Digest
+    folder: Path
+    adapters: Mapping[str, Path]
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,19 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     identity: ModelIdentity
+    _files: _Files = field(repr=False)
+    _adapters: AdapterState = field(repr=False)
+
+    def current(self) -> LoadedModel:
+        """The same model with the identity that the adapters it applies now give it; ask before every prompt.
+
+        Raises UnsupportedModelError for adapters whose files are not known, or are not what is in memory.
+        """
+        state = adapter_state(self.model)
+        if state == self._adapters:
+            return self
+        identity = replace(self.identity, fingerprint=_bound_fingerprint(self.model, state, self._files))
+        return replace(self, identity=identity, _adapters=state)
 
     @property
     def producer(self) -> Producer:
@@ -44,9 +70,13 @@ class LoadedModel:
         return value if isinstance(value, int) else None
 
 
-def load_model(name: str, device: str = "cpu") -> LoadedModel:
-    """Loads the model `name` (folder, hub id or alias) and binds it to its checkpoint. Raises a KvcdnError."""
-    return bind_model(*load_transformers(name, device))
+def load_model(name: str, device: str = "cpu", adapters: Sequence[Path] = ()) -> LoadedModel:
+    """Loads the model `name` (folder, hub id or alias), with the LoRA adapters in the folders `adapters` active in this order.
+
+    It is bound to its files. Raises a KvcdnError.
+    """
+    model, tokenizer, checkpoint = load_transformers(name, device)
+    return bind_model(model, tokenizer, checkpoint, attach_adapters(model, adapters))
 
 
 def load_transformers(name: str, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Checkpoint]:
@@ -73,12 +103,19 @@ def load_transformers(name: str, device: str = "cpu") -> tuple[PreTrainedModel, 
 
 
 def bind_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, checkpoint: Checkpoint | str | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    checkpoint: Checkpoint | str | None = None,
+    adapters: Mapping[str, Path] | None = None,
 ) -> LoadedModel:
     """Binds a model that the caller loaded to its checkpoint's identity; by default the checkpoint it was loaded from.
 
-    Raises UsageError or UnsupportedModelError where what is in memory cannot be what the checkpoint's files say.
+    `adapters` tells the folder of each LoRA adapter by its name in the model, which may be a model of peft. Raises UsageError
+    or UnsupportedModelError where what is in memory cannot be what the files say.
     """
+    model = unwrapped(model)
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"{_method(model)} is not supported: of peft only LoRA is")
     if model.training:
         raise UsageError("the model is in training mode, where dropout makes its cache random", hint="call model.eval() first")
     if checkpoint is None:
@@ -86,9 +123,21 @@ def bind_model(
     if isinstance(checkpoint, str):
         checkpoint = resolve_checkpoint(checkpoint)
     _require_same_config(model, checkpoint.folder)
-    fingerprint = fingerprint_checkpoint(checkpoint.folder)
-    identity = ModelIdentity(fingerprint, probe_layout(model), checkpoint.name)
-    return LoadedModel(model, tokenizer, identity)
+    files = _Files(fingerprint_checkpoint(checkpoint.folder), checkpoint.folder, dict(adapters or {}))
+    state = adapter_state(model)
+    identity = ModelIdentity(_bound_fingerprint(model, state, files), probe_layout(model), checkpoint.name)
+    return LoadedModel(model, tokenizer, identity, files, state)
+
+
+def _bound_fingerprint(model: PreTrainedModel, state: AdapterState, files: _Files) -> Digest:
+    require_checkpoint_weights(model, files.folder)
+    return bind_adapters(model, state, files.fingerprint, files.adapters)
+
+
+def _method(model: Any) -> str:
+    """What a wrapper of peft, or whatever it is, does."""
+    methods = {str(config.peft_type.value) for config in getattr(model, "peft_config", {}).values()}
+    return " and ".join(sorted(methods)) or type(model).__name__
 
 
 def _require_same_config(model: PreTrainedModel, folder: Path) -> None:

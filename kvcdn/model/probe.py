@@ -41,11 +41,6 @@ def require_supported(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{kind} is an encoder-decoder model; its cross-attention cache is not supported")
-    if getattr(model, "peft_config", None):
-        raise UnsupportedModelError(
-            "the model carries adapters (peft), which its checkpoint's fingerprint does not cover",
-            hint="merge the adapter (merge_and_unload) and save the result as a checkpoint of its own",
-        )
     if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(f"{kind} reads in both directions: the KV of a token depends on the text behind it")
     for index, layer in enumerate(DynamicCache(config=model.config).layers):

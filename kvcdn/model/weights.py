@@ -1,18 +1,32 @@
-"""Weights in memory: whether a model still is what it was, without reading all of it."""
+"""Weights in memory: whether they are their checkpoint's, and whether they are what they were, without reading all.
+
+What changes whole weights after loading is caught, such as a merged or trained adapter. What changes single numbers is left to
+a recomputation of some tokens.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from kvcdn.digest import Digest
+from kvcdn.errors import UnsupportedModelError
+from kvcdn.model.fingerprint import weight_files
 
 _SAMPLES = 16
 """Values taken of each tensor, evenly spaced: whoever changes a whole tensor changes some, and a look costs milliseconds."""
+
+
+_INSERTED = (".base_layer", ".original_module")
+"""What peft puts into the names of weights that it wraps."""
 
 
 def sample_weights(model: PreTrainedModel) -> Digest:
@@ -33,3 +47,35 @@ def sample_weights(model: PreTrainedModel) -> Digest:
             # One copy from the device for all tensors of a dtype.
             hasher.update(bytes(torch.cat(taken).cpu().view(torch.uint8).numpy()))
     return Digest(hasher.digest())
+
+
+def require_checkpoint_weights(model: Any, folder: Path) -> None:
+    """Raises UnsupportedModelError where the first or last row of a weight in memory is not the one in `folder`'s files.
+
+    Weights that are renamed, converted or absent in memory are passed over, and those into which adapters are merged.
+    """
+    held = dict(_unmerged(model))
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(held.keys() & set(file.keys())):
+                tensor, rows = held[name], file.get_slice(name)
+                if list(tensor.shape) != rows.get_shape() or not tensor.is_floating_point() or not tensor.numel():
+                    continue
+                for row in (slice(0, 1), slice(tensor.shape[0] - 1, tensor.shape[0])):
+                    if not torch.equal(rows[row].to(tensor.dtype), tensor.detach()[row].cpu()):
+                        raise UnsupportedModelError(
+                            f"the weight {name} in memory is not the one in {path}",
+                            hint="save the changed model as a checkpoint of its own, or load the checkpoint anew",
+                        )
+
+
+def _unmerged(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights under the names they have in a checkpoint, but for those that have an adapter merged into them."""
+    merged = {f"{name}." for name, module in model.named_modules() if getattr(module, "merged_adapters", None)}
+    for name, tensor in model.named_parameters():
+        if not tensor.dim() or tensor.is_meta or any(name.startswith(prefix) for prefix in merged):
+            continue
+        plain = name
+        for inserted in _INSERTED:
+            plain = plain.replace(inserted, "")
+        yield plain, tensor
