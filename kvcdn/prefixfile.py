@@ -129,11 +129,14 @@ class PrefixFile:
             for spec, first in zip(layout.layers, self.first, strict=True)
         )
 
+    def reaches_as_far(self, other: PrefixFile) -> bool:
+        """Whether no layer of `other` begins before ours."""
+        return len(self.first) == len(other.first) and all(map(int.__le__, self.first, other.first))
+
     def covers(self, other: PrefixFile) -> bool:
         """Whether whatever `other` serves, this serves too."""
         ours, theirs = ([block.address for block in file.blocks] for file in (self, other))
-        reach = all(first <= its for first, its in zip(self.first, other.first, strict=True))
-        return ours[: len(theirs)] == theirs and reach
+        return ours[: len(theirs)] == theirs and self.reaches_as_far(other)
 
 
 def open_prefix_file(data: memoryview, what: str) -> PrefixFile:
@@ -182,6 +185,8 @@ class PrefixVerifier:
         self._model = model
         self._what = what
         self._places = file.places(model.layout)
+        if file.model != model.tag:
+            raise CorruptError(f"{what}: it is of model {file.model}")
         if len(data) != file.size(model.layout):
             raise CorruptError(f"{what}: {len(data)} bytes, {file.size(model.layout)} belong: it was not written to its end")
         for spec, first in zip(model.layout.layers, file.first, strict=True):
@@ -193,7 +198,9 @@ class PrefixVerifier:
 
         Raises CorruptError or UntrustedError.
         """
-        what = f"{self._what}: block {name.address}"
+        what, held = f"{self._what}: block {name.address}", self._file.blocks[name.index]
+        if (held.address, held.tokens) != (name.address, name.tokens):
+            raise CorruptError(f"{what}: in its place is block {held.address}")
         if not any(place.first <= name.start for places in self._places for place in places):
             return None
         header = self._header(name.index, what)

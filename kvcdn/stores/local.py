@@ -107,7 +107,8 @@ class LocalStore:
     def capacity(self) -> int:
         """Bytes of disk that all files together may take."""
         if self._capacity is None:
-            self._capacity = min(DEFAULT_CAPACITY, int(DEFAULT_DISK_SHARE * shutil.disk_usage(self.folder).total))
+            there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+            self._capacity = min(DEFAULT_CAPACITY, int(DEFAULT_DISK_SHARE * shutil.disk_usage(there).total))
         return self._capacity
 
     # -- reading ----------------------------------------------------------------------------------------------------------
@@ -173,20 +174,22 @@ class LocalStore:
             if self._held(draft.file) or not draft.path.exists():
                 return None
             folder = self._index / str(draft.file.model)
-            folder.mkdir(exist_ok=True)
-            replaced = set()
-            for block in draft.file.blocks:
-                link, new = folder / str(block.address), folder / f".{block.address}"
-                replaced.add(_target(link))
-                _remove(new)
-                new.symlink_to(name)
-                new.replace(link)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            links = {folder / str(block.address) for block in draft.file.blocks}
+            before = {target: self._header(target) for target in {_target(link) for link in links}}
+            for link in links:
+                old = before[_target(link)]
+                # Two prefixes that begin alike hold different rows of layers with windows: a block leads to the one with more.
+                if old is None or draft.file.reaches_as_far(old):
+                    new = link.with_name(f".{link.name}")
+                    _remove(new)
+                    new.symlink_to(name)
+                    new.replace(link)
             # The links come first: a writer killed between them leaves links to nothing, and no file that nobody finds.
             draft.path.rename(self._files / name)
-            for old in replaced:
-                header = self._header(old)
-                if header is not None and draft.file.covers(header):
-                    _remove(self._files / old)
+            for target, old in before.items():
+                if old is not None and draft.file.covers(old):
+                    _remove(self._files / target)
             return _key((self._files / name).stat())
 
     # -- upkeep -----------------------------------------------------------------------------------------------------------
@@ -308,9 +311,13 @@ class Draft:
         self._size = size
 
     def __enter__(self) -> Self:
-        with self._telling():
-            os.truncate(self._descriptor, self._size)
-        self.write(0, memoryview(self.file.encoded))
+        try:
+            with self._telling():
+                os.truncate(self._descriptor, self._size)
+            self.write(0, memoryview(self.file.encoded))
+        except UnavailableError:
+            self.__exit__()
+            raise
         return self
 
     def write(self, offset: int, data: memoryview) -> None:
