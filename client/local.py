@@ -25,7 +25,8 @@ from kvcdn.model.layers import TORCH_DTYPES, CacheLayer
 from kvcdn.model.prefill import tensor_bytes
 from kvcdn.prefixfile import KINDS, ROOM_TOKENS, HeldBlock, Place, PrefixFile, PrefixVerifier, open_prefix_file
 from kvcdn.signing import TrustList
-from kvcdn.stores.local import FileKey, LocalStore, MappedFile
+from kvcdn.stores.local import LocalStore
+from kvcdn.stores.mapped import FileKey, MappedFile
 
 MAX_WAITING = 4
 """Prefixes waiting to be kept: each holds its tensors in memory until then."""

@@ -185,7 +185,7 @@ def test_a_source_is_asked_where_it_may_have_what_is_worth_it(case):
     """The rule, case by case."""
     held, boundaries, tokens, enough = SUFFICES[case]
     chain = Chain(small_model(), Namespace.public(), [5] * tokens)
-    assert enough == LocalPrefix(chain.prefix(held).blocks, held, []).suffices(chain, boundaries)
+    assert enough == LocalPrefix(chain.prefix(held).blocks, held, [], {}).suffices(chain, boundaries)
 
 
 def test_a_longer_prefix_at_the_source_replaces_what_is_here(published, store):
@@ -342,15 +342,15 @@ def test_few_prefixes_wait_to_be_kept(published, store, monkeypatch):
 
 
 def test_twenty_processes_at_once(published, store):
-    """Cold: all fetch, one keeps. Warm: all map, without a source, and share the pages but for those that they write to."""
+    """Six that are cold: all fetch, one keeps. Twenty that are warm: all map, and share the pages that they do not write to."""
     text, gone = store.folder.parent / "document.txt", "http://127.0.0.1:9"
     text.write_text(published.text, "utf-8")
     with running_web(published.store) as web:
-        lines = _agents(published, text, store, web.url, gone)
+        lines = _agents(published, text, store, f"{web.url}=6", f"{gone}=20")
     with published.client() as client:
         prompt = client.question(published.text, AGENTS_QUESTION)
         expected = list(client.generate(prompt, max_new_tokens=AGENTS_TOKENS, do_sample=False).token_ids)
-    assert [expected] * 40 == [line["tokens"] for line in lines]
+    assert [expected] * 26 == [line["tokens"] for line in lines]
     assert 1 == len(files(store))
     warm = [line for line in lines if line["url"] == gone]
     assert [TOKENS] * 20 == [line["local"] for line in warm]
@@ -361,12 +361,12 @@ def test_twenty_processes_at_once(published, store):
     assert max(line["mapped"]["Anonymous"] for line in warm) <= 2 * tensors * mmap.PAGESIZE
 
 
-def _agents(published, text: Path, store: LocalStore, *urls: str):
-    """The lines of twenty agents for each URL; blocks are short in their processes too."""
+def _agents(published, text: Path, store: LocalStore, *agents: str):
+    """The lines of the agents, `URL=COUNT` each; blocks are short in their processes too."""
     program = Path(__file__).parent / "support" / "local_agents.py"
     small = f"import kvcdn.layout as layout, runpy; layout.MAX_BLOCK_TOKENS = {BLOCK}"
     checkpoint = published.loaded.model.config._name_or_path
-    arguments = [checkpoint, str(text), str(store.folder), published.key.public.text, "20", *urls]
+    arguments = [checkpoint, str(text), str(store.folder), published.key.public.text, *agents]
     paths = os.pathsep.join([str(program.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", f"{small}; runpy.run_path({str(program)!r}, run_name='__main__')", *arguments],

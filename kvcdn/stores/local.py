@@ -33,6 +33,7 @@ from kvcdn.layout import Layout
 from kvcdn.paths import cache_dir
 from kvcdn.prefixfile import MAX_HEAD_BYTES, PrefixFile, open_prefix_file
 from kvcdn.sizes import parse_size
+from kvcdn.stores.mapped import FileKey, MappedFile, file_key, map_file
 
 DEFAULT_CAPACITY = 20 * 1000**3
 DEFAULT_DISK_SHARE = 0.1
@@ -54,18 +55,6 @@ _DRAFT = re.compile(r"([0-9a-f]{64})\.[0-9a-f]{16}\.([0-9]{1,15})")
 
 _CACHE_TAG = b"Signature: 8a477f597d28d172789f06886806bc55\n# Made by kvcdn. It can be made again: no backup needs it.\n"
 """The content of CACHEDIR.TAG (https://bford.info/cachedir/), by which backups pass a folder over."""
-
-FileKey = tuple[int, int, int, int]
-"""Device, inode, time of change in nanoseconds, size: one state of one file."""
-
-
-@dataclass(frozen=True)
-class MappedFile:
-    """A prefix file in memory, privately: what is written to `memory` stays in this process. Unmapped with its last view."""
-
-    name: str
-    key: FileKey
-    memory: mmap.mmap
 
 
 @dataclass(frozen=True)
@@ -120,18 +109,10 @@ class LocalStore:
         """
         try:
             require_private(self.folder)
-            name = _target(self._index / str(tag) / str(address))
-            if not _FILE.fullmatch(name):
-                return None
-            descriptor = os.open(self._files / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             return None
-        try:
-            return _map(name, descriptor)
-        except (OSError, ValueError):
-            return None
-        finally:
-            os.close(descriptor)
+        name = _target(self._index / str(tag) / str(address))
+        return map_file(self._files / name) if _FILE.fullmatch(name) else None
 
     def touch(self, file: MappedFile) -> None:
         """Notes that `file` is in use."""
@@ -190,7 +171,7 @@ class LocalStore:
             for target, old in before.items():
                 if old is not None and draft.file.covers(old):
                     _remove(self._files / target)
-            return _key((self._files / name).stat())
+            return file_key((self._files / name).stat())
 
     # -- upkeep -----------------------------------------------------------------------------------------------------------
 
@@ -360,20 +341,6 @@ def require_private(folder: Path) -> None:
             f"the local store {folder} is open to other users (mode {stat.S_IMODE(found.st_mode):04o}), and is not used",
             hint=f"chmod 700 {folder}, after a look at who wrote to it",
         )
-
-
-def _map(name: str, descriptor: int) -> MappedFile | None:
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not found.st_size:
-        return None
-    # No memory is reserved: of a private mapping only the pages that are written to take any.
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-    memory = mmap.mmap(descriptor, found.st_size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return MappedFile(name, _key(found), memory)
-
-
-def _key(found: os.stat_result) -> FileKey:
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _target(link: Path) -> str:

@@ -1,8 +1,8 @@
-"""Agents of one host, each a process: `local_agents.py CHECKPOINT TEXT STORE PUBLISHER COUNT URL...`, a JSON line for each.
+"""Agents of one host, each a process: `local_agents.py CHECKPOINT TEXT STORE PUBLISHER URL=COUNT...`, a JSON line for each.
 
-COUNT agents ask at once, each with a client of its own on the store; when all are done, as many ask with the next URL. They
-tell what they were answered, from where, and how much of the mapped file they have changed for themselves. They are forked from
-a process that has loaded the model.
+COUNT agents ask at once, each with a client of its own on the store; when all are done, those of the next URL do. They tell
+what they were answered, from where, and how much of the mapped file they have changed for themselves. They are forked from a
+process that has loaded the model.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def main() -> None:
     """Forks the agents, then waits for them."""
     torch.set_num_threads(1)
     loaded = load_model(sys.argv[1])
-    for url in sys.argv[6:]:
+    for word in sys.argv[5:]:
+        url, _, count = word.partition("=")
         children = []
-        for _ in range(int(sys.argv[5])):
+        for _ in range(int(count)):
             child = os.fork()
             if not child:
                 line = json.dumps(ask(loaded, [*sys.argv[1:5], url]))

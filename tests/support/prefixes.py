@@ -14,7 +14,8 @@ from kvcdn.keys import BlockName, ModelIdentity, Namespace, PrefixNames
 from kvcdn.layout import LayerSpec, Layout, TensorSpec
 from kvcdn.prefixfile import HeldBlock, PrefixFile, PrefixVerifier, open_prefix_file
 from kvcdn.signing import PublicKey, SigningKey, TrustList
-from kvcdn.stores.local import FileKey, LocalStore
+from kvcdn.stores.local import LocalStore
+from kvcdn.stores.mapped import FileKey
 from support.blocks import make_producer
 
 PUBLISHER = SigningKey(Ed25519PrivateKey.from_private_bytes(bytes(32)))
