@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.gate import Gate
+from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes
 from kvcdn.client.match import PublishedPrefix, find_published
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.transport import Source
@@ -27,6 +28,7 @@ class Supply:
     source: Source
     gate: Gate
     namespace: Namespace
+    local: LocalPrefixes | None = None
 
 
 class Attempt:
@@ -41,14 +43,39 @@ class Attempt:
         self.report = report
         self._loaded = loaded
         self._supply = supply
-        self._published = self._match()
+        self._fetched: FetchedPrefix | None = None
+        chain = Chain(loaded.identity, supply.namespace, prompt.token_ids)
+        self._local = self._find_local(chain)
+        if self._local is not None and self._local.suffices(chain, prompt.boundaries):
+            self._published = PublishedPrefix(self._local.blocks)
+        else:
+            self._published = self._match(chain)
+            self._prefer_longer()
         self.length = min(self._published.tokens, len(prompt.token_ids) - 1)
-        self.fetch: PrefixFetch | None = self._start_fetch() if self.length > 0 else None
+        self.fetch: PrefixFetch | None = self._start_fetch() if self.length > 0 and self._local is None else None
         self._explain_short_match()
 
-    def _match(self) -> PublishedPrefix:
+    def _find_local(self, chain: Chain) -> LocalPrefix | None:
+        if self._supply.local is None:
+            return None
+        started, trust = time.perf_counter(), self._supply.gate.trust
+        try:
+            return self._supply.local.find(chain, self.prompt.boundaries, trust, self._loaded.model.device)
+        except KvcdnError as error:
+            self.report.local_refused = str(error)
+            return None
+        finally:
+            self.report.seconds["local"] = time.perf_counter() - started
+
+    def _prefer_longer(self) -> None:
+        """Of what is here and what is published, takes the longer; where they are equally long, what is here."""
+        if self._local is not None and self._local.tokens >= self._published.tokens:
+            self._published = PublishedPrefix(self._local.blocks)
+        else:
+            self._local = None
+
+    def _match(self, chain: Chain) -> PublishedPrefix:
         started = time.perf_counter()
-        chain = Chain(self._loaded.identity, self._supply.namespace, self.prompt.token_ids)
         try:
             return find_published(self._supply.source, chain, self.prompt.boundaries)
         except KvcdnError as error:
@@ -58,7 +85,7 @@ class Attempt:
             self.report.seconds["match"] = time.perf_counter() - started
 
     def _start_fetch(self) -> PrefixFetch:
-        return PrefixFetch(
+        fetch = PrefixFetch(
             self._supply.source,
             self._loaded.identity,
             self._published.blocks,
@@ -67,6 +94,11 @@ class Attempt:
             device=self._loaded.model.device,
             trust=self._supply.gate.trust,
         )
+        if self._supply.local is not None:
+            # Where the prompt ends with a block, the model reads its last token itself, and writes over the row.
+            blocks = tuple(name for name in self._published.blocks if name.end <= self.length)
+            self._fetched = FetchedPrefix.of(fetch, self._loaded.identity, blocks, self._supply.gate.trust)
+        return fetch
 
     def _explain_short_match(self) -> None:
         # The first boundary is the end of the document, or of a chat's opening message.
@@ -92,11 +124,15 @@ class Attempt:
     def complete_cache(self) -> Cache | None:
         """The whole cache, or what arrived of it, or None; records in the report which, and why."""
         fetch = self.fetch
+        if self._local is not None and self.length:
+            self.record()
+            return build_cache(self._loaded.model, self._local.layers)
         if fetch is None:
             return None
         try:
             fetch.wait()
         except KvcdnError as error:
+            self._fetched = None
             self.report.miss(error)
             usable = fetch.salvage()
             self._published = PublishedPrefix(self._published.blocks[:usable])
@@ -109,19 +145,29 @@ class Attempt:
         return build_cache(self._loaded.model, fetch.layers)
 
     def record(self) -> None:
-        """Writes what the fetch delivered into the report."""
+        """Writes what was mapped, or what the fetch delivered, into the report."""
         fetch, report = self.fetch, self.report
-        if fetch is None:
+        if fetch is not None:
+            fetch.close()
+            report.bytes_fetched = fetch.bytes_fetched
+            report.seconds["fetch"] = fetch.seconds
+        elif self._local is not None:
+            report.tokens_local = self.length
+        else:
             return
-        fetch.close()
         report.tokens_reused = self.length
         report.blocks_reused = len(self._published.blocks)
-        report.bytes_fetched = fetch.bytes_fetched
         report.bytes_raw = self._loaded.identity.layout.needed_bytes(self.length)
-        report.seconds["fetch"] = fetch.seconds
         speed = prefill_speed(self._loaded)
         if speed:
-            report.seconds_saved = self.length / speed - report.seconds["match"] - fetch.seconds
+            spent = sum(report.seconds.get(stage, 0.0) for stage in ("local", "match", "fetch"))
+            report.seconds_saved = self.length / speed - spent
+
+    def keep(self) -> None:
+        """Has what was fetched whole kept for others on this host."""
+        if self._supply.local is not None and self._fetched is not None:
+            self._supply.local.keep(self._fetched)
+            self._fetched = None
 
     def vouched_for(self) -> bool:
         """Whether the publishers of what is fetched, as far as known by now, have passed the canary before.
@@ -135,16 +181,17 @@ class Attempt:
 
     def admitted_cache(self, *, audit: bool) -> Cache | None:
         """As `complete_cache`, once it has passed the gate; None where it does not, and the report says why."""
-        cache, fetch, report = self.complete_cache(), self.fetch, self.report
-        if cache is None or fetch is None:
+        cache, loaded, report = self.complete_cache(), self._local or self.fetch, self.report
+        if cache is None or loaded is None:
             return None
         try:
-            self._supply.gate.admit(fetch.layers, fetch.headers, self.prompt.token_ids, self.length, report, audit=audit)
+            self._supply.gate.admit(loaded.layers, loaded.headers, self.prompt.token_ids, self.length, report, audit=audit)
         except MismatchError as error:
             report.miss(error)
-            self.length = report.tokens_reused = report.blocks_reused = report.bytes_raw = 0
+            self.length = report.tokens_reused = report.tokens_local = report.blocks_reused = report.bytes_raw = 0
             report.seconds_saved = None
             return None
+        self.keep()
         return cache
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 from kvcdn.client.attempt import Attempt, Supply
 from kvcdn.client.gate import Gate
 from kvcdn.client.generation import FirstTokenClock, refuse_what_we_own
+from kvcdn.client.local import LocalPrefixes
 from kvcdn.client.report import Report
 from kvcdn.client.sources import open_source
 from kvcdn.client.transport import Source
@@ -36,6 +37,7 @@ from kvcdn.model.load import LoadedModel, bind_model, load_transformers
 from kvcdn.model.speed import remember_prefill
 from kvcdn.model.tokens import Messages, Prompt, encode_chat, encode_text
 from kvcdn.signing import TrustList
+from kvcdn.stores.local import LocalStore
 
 PromptLike = str | Messages | Prompt
 """Plain text, chat messages, or tokens with boundaries (`Prompt`)."""
@@ -81,13 +83,15 @@ class Client:
         namespace: str | Namespace | None = None,
         token: str | None = None,
         audit: float = 0.0,
+        local_store: LocalStore | Literal["configured"] | None = "configured",
     ) -> None:
         """Binds a loaded model, which may be a model of peft, to its checkpoint and opens `source`.
 
         `checkpoint` names the files `model` was loaded from, where the model does not know; `adapters` the folder of each LoRA
         adapter by its name in the model; `trust` and `namespace` default to the user's trust list and the public namespace;
-        `audit` is the probability with which one block of a prompt is recomputed. Raises UsageError; an unsupported model is no
-        error, but a miss.
+        `audit` is the probability with which one block of a prompt is recomputed. In `local_store` what was fetched is kept for
+        other prompts and processes of this host: by default in the user's own, unless the environment says otherwise
+        (`LocalStore.configured`). Raises UsageError; an unsupported model is no error, but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
@@ -97,6 +101,8 @@ class Client:
         self.trust = load_trust() if trust is None else trust
         self._audit = audit
         self.namespace = namespace if isinstance(namespace, Namespace) else load_namespace(namespace)
+        store = LocalStore.configured() if local_store == "configured" else local_store
+        self._local = None if store is None else LocalPrefixes(store)
         self._cache_argument = cache_argument(model.forward)
         self.loaded: LoadedModel | None = None
         self._unsupported: UnsupportedModelError | None = None
@@ -126,8 +132,10 @@ class Client:
         return cls(transformer, tokenizer, source, checkpoint=checkpoint, adapters=names, **options)
 
     def close(self) -> None:
-        """Closes idle connections."""
+        """Closes idle connections, and waits until what was fetched is kept."""
         self.source.close()
+        if self._local is not None:
+            self._local.close()
 
     def __enter__(self) -> Self:
         return self
@@ -204,6 +212,7 @@ class Client:
                     attempt.record()
                     # By now every header is known, also of blocks that the first layer did not need.
                     if attempt.vouched_for():
+                        attempt.keep()
                         return output
             except KvcdnError:
                 # Nothing was written yet: the first forward pass waits for every layer. `admitted_cache` meets the same error.
@@ -237,7 +246,7 @@ class Client:
         return loaded
 
     def _supply_for(self, loaded: LoadedModel) -> Supply:
-        return Supply(self.source, Gate(loaded, self.trust, self._audit), self.namespace)
+        return Supply(self.source, Gate(loaded, self.trust, self._audit), self.namespace, self._local)
 
     def _prepared(self, prompt: Prompt, report: Report, cache: Cache | None) -> Prepared:
         ids = torch.tensor([prompt.token_ids], dtype=torch.long, device=self.model.device)

@@ -83,6 +83,7 @@ class PrefixFetch:
         self._started = time.perf_counter()
         self._blocked = 0.0
         self.headers: dict[int, BlockHeader] = {}
+        self.envelopes: dict[int, bytes] = {}
         self.bytes_fetched = 0
         self.seconds = 0.0
         self.layers = [
@@ -229,13 +230,14 @@ class PrefixFetch:
     def _read_header(self, name: BlockName, reader: ObjectReader, ahead: int) -> BlockHeader:
         what = f"block {name.address}"
         preamble = bytes(reader.read_exact(PREAMBLE_BYTES, ahead))
-        rest = reader.read_exact(envelope_size(preamble, BLOCK_MAGIC, what) - PREAMBLE_BYTES)
-        header = open_header(preamble + bytes(rest), what)
+        envelope = preamble + bytes(reader.read_exact(envelope_size(preamble, BLOCK_MAGIC, what) - PREAMBLE_BYTES))
+        header = open_header(envelope, what)
         self._trust.require(header.publisher, what)
         header.require(self._model, name, what)
         with self._lock:
             self.bytes_fetched += header.envelope_bytes
             self.headers[name.index] = header
+            self.envelopes[name.index] = envelope
         return header
 
     def _decode(

@@ -68,7 +68,8 @@ class Report:
     `tokens_reused` were loaded, the rest of `tokens_total` was prefilled. `reason` and `detail` are set where less was
     reused than the prompt offered. `seconds_saved` is what prefilling the reused tokens takes on this machine, as last
     measured, less the time spent on loading them; None where that speed is not known yet. `audit` says which block was
-    recomputed, and what came of it, where one was.
+    recomputed, and what came of it, where one was. `tokens_local` of the reused were mapped from this host's local store;
+    `local_refused` says why that could not be looked at.
     """
 
     source: str
@@ -82,6 +83,8 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_saved: float | None = None
     audit: Audited | None = None
+    tokens_local: int = 0
+    local_refused: str = ""
 
     def miss(self, error: KvcdnError) -> None:
         """Records why reuse ended where it did."""
@@ -95,6 +98,8 @@ class Report:
 
     def __str__(self) -> str:
         line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused, {self.bytes_fetched / 1e6:.1f} MB fetched"
+        if self.tokens_local:
+            line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused from this host's store"
         if "first_token" in self.seconds:
             line += f", first token after {self.seconds['first_token']:.2f} s"
         if self.seconds_saved is not None:

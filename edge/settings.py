@@ -6,7 +6,6 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,6 +15,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from kvcdn.access.allowance import Limits
 from kvcdn.access.tokens import AUDIENCE
 from kvcdn.settings import SettingsSources
+from kvcdn.sizes import parse_size
 
 ENV_PREFIX = "KVCDN_EDGE_"
 
@@ -29,26 +29,9 @@ MAX_CAPACITY_BYTES = 1 << 60
 MAX_SCRUB_BYTES_PER_SECOND = 10 * 1000**3
 """More than any disk reads."""
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
-_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
-
-_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)")
-
 _LISTEN = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9.-]{1,253})):([0-9]{1,5})")
 
 MAX_PORT = 65535
-
-
-def parse_size(value: Any) -> int:
-    """Bytes of `200GB`, `1.5TiB` or a plain number: GB counts in thousands, GiB in 1,024s. Raises ValueError."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(str(value).strip())
-    unit = _UNITS.get(match.group(2).upper()) if match else None
-    if match is None or unit is None:
-        raise ValueError(f"{str(value)[:40]!r} is not a size; write a number and a unit, such as 200GB or 180GiB")
-    return int(Decimal(match.group(1)) * unit)
 
 
 def _checked_capacity(value: int) -> int:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcdn.edge.settings import EdgeSettings, ListenAddress, load_settings, parse_size
+from kvcdn.edge.settings import EdgeSettings, ListenAddress, load_settings
 from kvcdn.errors import UsageError
+from kvcdn.sizes import parse_size
 
 SAMPLE = Path(__file__).parent.parent / "infra" / "edge.toml"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from kvcdn.cli.options import (
     Device,
     Edge,
     Endpoint,
+    Local,
     Model,
     NamespaceName,
     Origin,
@@ -39,6 +40,7 @@ def ask(
     device: Device = "cpu",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
     *,
+    local: Local = True,
     chat: Chat = False,
     as_json: AsJson = False,
 ) -> None:
@@ -54,7 +56,8 @@ def ask(
     quiet_libraries()
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
 
-    with Client.load(model, source, device=device, adapters=adapter or (), trust=trusted, namespace=namespace) as client:
+    options: dict[str, Any] = {"trust": trusted, "namespace": namespace, **({} if local else {"local_store": None})}
+    with Client.load(model, source, device=device, adapters=adapter or (), **options) as client:
         answer = client.ask(content, question, max_new_tokens=max_tokens, do_sample=False)
     if as_json:
         print_json({"answer": answer.text, "token_ids": list(answer.token_ids), "report": answer.report.to_json()})

@@ -29,11 +29,11 @@ def ttft(
     *,
     as_json: AsJson = False,
 ) -> None:
-    """Time to first token: stock prefill, a warm edge, and the floor (KV already in memory), alternating."""
+    """Time to first token: stock prefill, a warm edge, the local store, and the floor (KV already in memory), alternating."""
     from kvcdn.cli.bench_ttft import measure_ttft  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.cli.publish import progress_bar  # noqa: PLC0415
 
-    note(f"publishing {tokens:,} tokens with {model}, then {runs} rounds of prefill, edge and floor ...")
+    note(f"publishing {tokens:,} tokens with {model}, then {runs} rounds of prefill, edge, local store and floor ...")
     with progress_bar("document", tokens) as progress:
         result = measure_ttft(model, document, tokens, runs, device, progress=progress, tell=note)
     if as_json:
@@ -41,7 +41,12 @@ def ttft(
         return
     rows = [
         [name, f"{result[key]:.3f} s", f"{result['prefill_ttft_s'] / result[key]:.1f} x"]
-        for name, key in (("prefill", "prefill_ttft_s"), ("edge, warm", "edge_ttft_s"), ("KV in memory", "floor_ttft_s"))
+        for name, key in (
+            ("prefill", "prefill_ttft_s"),
+            ("edge, warm", "edge_ttft_s"),
+            ("local store", "local_ttft_s"),
+            ("KV in memory", "floor_ttft_s"),
+        )
     ]
     print_table(["FIRST TOKEN", "AFTER", "FASTER"], rows)
     bits = "bit-identical" if result["bit_identical"] else "NOT bit-identical"

@@ -24,6 +24,7 @@ from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.tokens import Prompt
 from kvcdn.signing import PublicKey, TrustList
+from kvcdn.stores.local import LocalStore
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -44,29 +45,36 @@ def measure_ttft(
 ) -> dict[str, Any]:
     """The rows of `kvcdn bench ttft --json`; times are medians in seconds, sizes in bytes.
 
-    Each round takes stock prefill, edge and floor in turn. Stock and edge are timed from the text, the floor from token
-    ids and a cache in memory. `wire_bytes` are object bytes fetched in one edge run, without HTTP's own.
+    Each round takes stock prefill, edge, local store and floor in turn, the floor from token ids and a cache in memory, the
+    others from the text. `wire_bytes` are object bytes fetched in one edge run, without HTTP's own. `local_first_s` is what a
+    process needs to check and map what another has kept, `local_again_s` for each further prompt.
     """
     with running_rig(model, document, tokens, progress, device=device) as rig:
         tell("a first fetch, in a process of its own, to see how much memory it takes")
         peak = fetch_peak(model, rig)
         edge_answer(rig)  # warms the process
+        tell("keeping it in a local store, to be mapped by a process of its own")
+        rig.local_client.ask(rig.document, QUESTION, max_new_tokens=1, do_sample=False)
+        rig.local_client.close()  # waits until it is kept
+        first, again = local_load(model, rig)
         prepared = rig.client.prepare(rig.client.question(rig.document, QUESTION))
-        samples: dict[str, list[float]] = {"prefill": [], "edge": [], "floor": []}
+        samples: dict[str, list[float]] = {"prefill": [], "edge": [], "local": [], "floor": []}
         firsts: set[tuple[int, ...]] = set()
         reports = []
         for run in range(runs):
             tell(f"round {run + 1} of {runs}")
             stock = stock_answer(rig.client, rig.document, QUESTION, 1)
             answer = edge_answer(rig)
+            local = local_answer(rig)
             floor = floor_answer(rig.client, tuple(prepared.input_ids[0].tolist()), _copy_cache(rig, prepared), 1)
             samples["prefill"].append(stock.first_token_s)
             samples["edge"].append(answer.report.seconds["first_token"])
+            samples["local"].append(local.report.seconds["first_token"])
             samples["floor"].append(floor.first_token_s)
-            firsts |= {stock.token_ids, answer.token_ids, floor.token_ids}
+            firsts |= {stock.token_ids, answer.token_ids, local.token_ids, floor.token_ids}
             reports.append(answer.report)
         tell("prefilling once more on the publisher's schedule, to compare every bit")
-        prefill, edge, floor_s = (statistics.median(samples[name]) for name in ("prefill", "edge", "floor"))
+        prefill, edge, local_s, floor_s = (statistics.median(values) for values in samples.values())
         return {
             "tokens": rig.published.tokens,
             "prefill_ttft_s": round(prefill, 4),
@@ -74,6 +82,11 @@ def measure_ttft(
             "floor_ttft_s": round(floor_s, 4),
             "speedup": round(prefill / edge, 2),
             "over_floor": round(edge / floor_s, 3),
+            "local_ttft_s": round(local_s, 4),
+            "local_over_floor": round(local_s / floor_s, 3),
+            "local_speedup": round(prefill / local_s, 2),
+            "local_first_s": round(first, 4),
+            "local_again_s": round(again, 4),
             "raw_bytes": reports[-1].bytes_raw,
             "wire_bytes": reports[-1].bytes_fetched,
             "wire_ratio": round(reports[-1].bytes_fetched / reports[-1].bytes_raw, 4),
@@ -94,6 +107,14 @@ def edge_answer(rig: Rig) -> Answer:
     answer = rig.client.ask(rig.document, QUESTION, max_new_tokens=1, do_sample=False)
     if answer.report.tokens_reused != rig.published.tokens:
         raise KvcdnError(f"the edge did not serve the whole document: {answer.report}")
+    return answer
+
+
+def local_answer(rig: Rig) -> Answer:
+    """One question through the local store, without any request. Raises KvcdnError where that did not have it."""
+    answer = rig.local_client.ask(rig.document, QUESTION, max_new_tokens=1, do_sample=False)
+    if answer.report.tokens_local != rig.published.tokens or "match" in answer.report.seconds:
+        raise KvcdnError(f"the local store did not have the whole document: {answer.report}")
     return answer
 
 
@@ -161,9 +182,28 @@ def fetch_peak(model: str, rig: Rig) -> int | None:
         return pool.submit(_peak_in_this_process, model, rig.edge.url, tuple(rig.client.trust.names), rig.document).result()
 
 
+def local_load(model: str, rig: Rig) -> tuple[float, float]:
+    """Seconds in which a new process has the document's cache from the local store, checked: the first time, and after that."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        publishers = tuple(rig.client.trust.names)
+        return pool.submit(_load_in_this_process, model, str(rig.local_folder), publishers, rig.document).result()
+
+
+def _load_in_this_process(model: str, folder: str, publishers: tuple[PublicKey, ...], document: str) -> tuple[float, float]:
+    quiet_libraries()
+    store = LocalStore(Path(folder))
+    # The source is empty: what comes can only come from the store.
+    with Client.load(model, "memory:", trust=TrustList.of(*publishers), local_store=store) as client:
+        prompt = client.question(document, QUESTION)
+        first, *others = (client.prepare(prompt).report for _ in range(6))
+        if not first.tokens_local:
+            raise KvcdnError(f"the local store did not have the document: {first}")
+        return first.seconds["local"], statistics.median(report.seconds["local"] for report in others)
+
+
 def _peak_in_this_process(model: str, url: str, publishers: tuple[PublicKey, ...], document: str) -> int | None:
     quiet_libraries()
-    with Client.load(model, url, trust=TrustList.of(*publishers)) as client:
+    with Client.load(model, url, trust=TrustList.of(*publishers), local_store=None) as client:
         # Everything but the fetch happens once before, so that only the fetch is counted.
         prompt = client.question(document, QUESTION)
         client.generate(Prompt(prompt.token_ids[:8]), max_new_tokens=1, do_sample=False)

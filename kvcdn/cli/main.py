@@ -11,6 +11,7 @@ from kvcdn import __version__
 from kvcdn.cli import (
     ask,
     bench,
+    cache,
     copy,
     demo,
     doctor,
@@ -59,6 +60,7 @@ app.command()(demo.demo)
 app.command()(economics.economics)
 app.add_typer(trust.app, name="trust")
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 
 
 @app.callback()

@@ -34,6 +34,9 @@ NamespaceName = Annotated[
 Chat = Annotated[bool, typer.Option("--chat", help="Put the document into the model's chat template, as the system message.")]
 TrustFile = Annotated[Path | None, typer.Option("--trust", help="Trust list to use in place of yours.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")]
+Local = Annotated[
+    bool, typer.Option("--local/--no-local", help="Look into the local store, and keep there what is fetched (kvcdn cache).")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

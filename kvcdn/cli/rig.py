@@ -28,9 +28,14 @@ _SYSTEM_DOCUMENT = Path("/usr/share/common-licenses/GPL-3")
 
 @dataclass(frozen=True)
 class Rig:
-    """What a measurement needs. `client` reads from `edge`, whose cache is cold until somebody asks."""
+    """What a measurement needs. `client` reads from `edge`, whose cache is cold until somebody asks.
+
+    `local_client` does as well, but keeps what it fetched in the local store at `local_folder`.
+    """
 
     client: Client
+    local_client: Client
+    local_folder: Path
     edge: RunningEdge
     document: str
     published: PublishResult
@@ -50,6 +55,7 @@ def running_rig(
     from kvcdn.origin.publish import Publisher  # noqa: PLC0415
     from kvcdn.signing import SigningKey, TrustList  # noqa: PLC0415
     from kvcdn.stores import open_store  # noqa: PLC0415
+    from kvcdn.stores.local import LocalStore  # noqa: PLC0415
 
     transformer, tokenizer, checkpoint = load_transformers(model, device)
     loaded = bind_model(transformer, tokenizer, checkpoint)
@@ -60,9 +66,14 @@ def running_rig(
         publisher = Publisher(loaded, open_store(origin), key)
         published = publisher.publish(encode_text(tokenizer, text).token_ids, progress=progress)
         with launch_edge(origin=origin, cache_dir=Path(folder) / "cache", log_level="warning") as edge:
-            source = open_source(edge.url)
-            with Client(transformer, tokenizer, source, checkpoint=checkpoint, trust=TrustList.of(key.public)) as client:
-                yield Rig(client, edge, text, published)
+            source, trust, local = open_source(edge.url), TrustList.of(key.public), Path(folder) / "local"
+            with (
+                Client(transformer, tokenizer, source, checkpoint=checkpoint, trust=trust, local_store=None) as client,
+                Client(
+                    transformer, tokenizer, source, checkpoint=checkpoint, trust=trust, local_store=LocalStore(local)
+                ) as local_client,
+            ):
+                yield Rig(client, local_client, local, edge, text, published)
 
 
 def document_text(document: Path | None) -> str:

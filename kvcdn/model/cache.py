@@ -26,11 +26,12 @@ def make_layer(
     wait: Callable[[], None] | None = None,
     *,
     first: int = 0,
+    storage: list[torch.Tensor] | None = None,
 ) -> CacheLayer:
-    """A layer of the kind `spec`, with room for tokens `first` to `capacity`."""
+    """A layer of the kind `spec`, with room for tokens `first` to `capacity`, in `storage` where that is given."""
     if spec.kind == "none":
         return EmptyLayer()
-    return _CLASSES[spec.kind](spec, capacity, length, device, wait, first=first)
+    return _CLASSES[spec.kind](spec, capacity, length, device, wait, first=first, storage=storage)
 
 
 def build_cache(model: PreTrainedModel, layers: Iterable[CacheLayer]) -> Cache:

@@ -58,12 +58,14 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         wait: Callable[[], None] | None = None,
         *,
         first: int = 0,
+        storage: list[torch.Tensor] | None = None,
         **library: Any,
     ) -> None:
+        """`storage` is memory from elsewhere, [capacity - first, heads, dim] for each tensor; without, it is allocated here."""
         super().__init__(**library)
         self.device = device
         self.first = first
-        self.storage = [
+        self.storage = storage or [
             torch.empty(tensor.shape(capacity - first), dtype=TORCH_DTYPES[tensor.dtype], device=device)
             for tensor in spec.tensors
         ]
