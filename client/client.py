@@ -21,12 +21,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from kvcdn.client.attempt import Attempt, Supply
+from kvcdn.client.explain import Explainer
+from kvcdn.client.explanation import Explanation
 from kvcdn.client.gate import Gate
 from kvcdn.client.generation import FirstTokenClock, refuse_what_we_own
 from kvcdn.client.local import LocalPrefixes
 from kvcdn.client.report import Report
+from kvcdn.client.samples import Conversation
+from kvcdn.client.shelf import Shelf
 from kvcdn.client.sources import open_source
+from kvcdn.client.surroundings import look_around
 from kvcdn.client.transport import Source
+from kvcdn.client.views import View
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
 from kvcdn.keys import Namespace
@@ -159,6 +165,14 @@ class Client:
         if isinstance(prompt, str):
             return encode_text(self.tokenizer, prompt)
         return encode_chat(self.tokenizer, prompt, answer_follows=True)
+
+    def explain(self, prompt: str | Messages) -> Explanation:
+        """Says at which token `prompt` leaves what is published, and why. Raises KvcdnError for what cannot be tokenised."""
+        identity = self.current().identity
+        content = prompt if isinstance(prompt, str) else Conversation(tuple(prompt))
+        view = View(content, self.tokenizer, identity, self.namespace, answer_follows=True)
+        shelf = Shelf(self.source)
+        return Explainer(shelf, self._supply.gate.trust, look_around(identity, shelf)).explain(view)
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 

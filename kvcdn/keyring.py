@@ -128,6 +128,14 @@ def create_namespace(name: str) -> Path:
     return path
 
 
+def namespace_names() -> list[str]:
+    """The private namespaces whose secrets are on this machine, sorted."""
+    try:
+        return sorted(path.name for path in (config_dir() / "namespaces").iterdir() if _NAME.fullmatch(path.name))
+    except OSError:
+        return []
+
+
 def load_namespace(name: str | None) -> Namespace:
     """The namespace `name`, or the public one for None. Raises NotFoundError or UsageError."""
     if name is None:

@@ -17,8 +17,10 @@ from kvcdn.cli import (
     doctor,
     economics,
     edge,
+    explain,
     inspect,
     keygen,
+    lint,
     listing,
     publish,
     remove,
@@ -46,6 +48,8 @@ app.command()(publish.publish)
 app.command()(edge.edge)
 app.command()(ask.ask)
 app.command()(verify.verify)
+app.command()(explain.explain)
+app.command()(lint.lint)
 app.command("inspect")(inspect.inspect_object)
 app.command("ls")(listing.list_documents)
 app.command("rm")(remove.remove)

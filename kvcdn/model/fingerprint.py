@@ -94,6 +94,9 @@ _ADAPTER_REFUSED = ("alora_invocation_tokens", "arrow_config", "layer_replicatio
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes in which models run, by safetensors' names."""
+
 _MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
 """The limit safetensors itself sets."""
 
@@ -141,6 +144,45 @@ def _once(files: Sequence[Path], compute: Callable[[], Digest]) -> Digest:
     if _file_state(files) == state:
         remembered.put(key, {"state": state, "fingerprint": str(computed)})
     return computed
+
+
+def remembered_checkpoints() -> dict[Digest, list[Path]]:
+    """The checkpoints whose fingerprints this machine remembers and whose folders are still there. Never raises."""
+    found: dict[Digest, list[Path]] = {}
+    for folder, entry in Remembered("fingerprints").items():
+        fingerprint = Digest.read(entry.get("fingerprint")) if isinstance(entry, dict) else None
+        if fingerprint is not None and (Path(folder) / "config.json").is_file():
+            found.setdefault(fingerprint, []).append(Path(folder))
+    return found
+
+
+def config_differences(ours: Path, theirs: Path) -> list[str]:
+    """The configuration keys that may decide the KV and in which two checkpoints differ, sorted; `a.b` for nested ones."""
+    left, right = (flat_config(relevant_config(read_config(folder))) for folder in (ours, theirs))
+    return sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))
+
+
+def flat_config(value: Any, prefix: str = "") -> dict[str, Any]:
+    """A configuration's values by the path to them: `a.b` for nested ones."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        name: item for key in value for name, item in flat_config(value[key], f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+def weights_dtype(folder: Path) -> str:
+    """The dtype of the first floating-point tensor of a checkpoint, in torch's words. Raises as `fingerprint_checkpoint`."""
+    for path in weight_files(folder):
+        with (
+            path.open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as view,
+        ):
+            for entry in _read_safetensors_header(view, path):
+                if entry[1] in _FLOATS:
+                    return _FLOATS[entry[1]]
+    raise UnsupportedModelError(f"the weights in {folder} are none of {', '.join(_FLOATS.values())}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcdn.digest import Digest
@@ -16,10 +17,13 @@ from kvcdn.errors import CorruptError, KvcdnError, UnsupportedModelError, UsageE
 from kvcdn.keys import ModelIdentity
 from kvcdn.model.adapters import AdapterState, adapter_state, attach_adapters, bind_adapters, unwrapped
 from kvcdn.model.checkpoint import Checkpoint, resolve_checkpoint
-from kvcdn.model.fingerprint import fingerprint_checkpoint, relevant_config
+from kvcdn.model.fingerprint import fingerprint_checkpoint, flat_config, relevant_config
 from kvcdn.model.probe import probe_layout
 from kvcdn.model.weights import require_checkpoint_weights
 from kvcdn.producer import Producer
+
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, StrictDataclassError)
+"""What transformers raises for files it cannot make a model or a tokenizer of."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def load_transformers(name: str, device: str = "cpu") -> tuple[PreTrainedModel, 
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except LOAD_ERRORS as error:
         raise UnsupportedModelError(
             f"transformers cannot load {name} as a causal language model: {_first_line(error)}"
         ) from None
@@ -143,24 +147,15 @@ def _method(model: Any) -> str:
 def _require_same_config(model: PreTrainedModel, folder: Path) -> None:
     try:
         stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except LOAD_ERRORS as error:
         raise CorruptError(f"{folder / 'config.json'} cannot be read: {_first_line(error)}") from None
-    is_, should = (_flat(relevant_config(config.to_dict())) for config in (model.config, stored))
+    is_, should = (flat_config(relevant_config(config.to_dict())) for config in (model.config, stored))
     for key in sorted(is_.keys() | should.keys()):
         if is_.get(key) != should.get(key):
             raise UnsupportedModelError(
                 f"the model in memory has {key} = {is_.get(key)!r}, its checkpoint says {should.get(key)!r}",
                 hint="load the model without overrides, or save it as a checkpoint of its own",
             )
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        flat.update(_flat(item, f"{prefix}.{key}" if prefix else str(key)))
-    return flat
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,6 +24,10 @@ class Remembered:
         """The value of `key`, or None. It comes from a file: check its form."""
         return self._load().get(key)
 
+    def items(self) -> list[tuple[str, Any]]:
+        """Everything remembered, oldest first. The values come from a file: check their form."""
+        return list(self._load().items())
+
     def put(self, key: str, value: Any) -> None:
         """Remembers `value` (JSON) under `key`. Never raises."""
         entries = self._load()

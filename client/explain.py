@@ -1,0 +1,327 @@
+"""Explanations: at which token a prompt leaves what is published, and why.
+
+What is proved (by names that exist, or by comparing with a document) comes before what is only likely, and of what is
+proved the first cause in the prompt comes first: behind it, all names are others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvcdn.block import open_header
+from kvcdn.client.causes import Cause, Certainty
+from kvcdn.client.difference import common_length
+from kvcdn.client.divergence import Divergence, Excerpt, find_divergence
+from kvcdn.client.explanation import Departure, Explanation, Finding
+from kvcdn.client.fixes import compare_identities
+from kvcdn.client.proof import Proof, Search, Step
+from kvcdn.client.report import MissReason
+from kvcdn.client.samples import Conversation
+from kvcdn.client.shelf import Reach, Shelf
+from kvcdn.client.surroundings import Surroundings
+from kvcdn.client.transport import Source
+from kvcdn.client.views import View
+from kvcdn.client.volatile import find_volatile
+from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
+from kvcdn.errors import KvcdnError, UntrustedError, UsageError
+from kvcdn.keys import BlockName, ModelIdentity, block_key
+from kvcdn.manifest import Manifest
+from kvcdn.model.tokens import Spelling
+from kvcdn.signing import TrustList
+
+_HEADER_AHEAD = 1 << 16
+"""Bytes read at once of a block's front: most headers."""
+
+_SUSPECTS = 5
+"""Volatile pieces named where nothing is proved."""
+
+
+Reference = View | Manifest
+"""What a prompt is compared with: a document, or a published one's manifest."""
+
+
+def cause_of(error: KvcdnError) -> Cause:
+    """The cause that has the word of an error's `MissReason`."""
+    return Cause(MissReason.of(error).value)
+
+
+class Explainer:
+    """Explains prompts against one shelf. `surroundings` are what else is tried, `trust` whose blocks may be used."""
+
+    def __init__(self, shelf: Shelf, trust: TrustList, surroundings: Surroundings | None = None) -> None:
+        self._shelf = shelf
+        self._trust = trust
+        self._surroundings = surroundings or Surroundings()
+
+    def explain(self, view: View, reference: Reference | None = None) -> Explanation:
+        """Says how far `view` is published and why no further. Raises UsageError for a prompt that cannot be tokenised."""
+        spelling = view.spell()
+        if not spelling.token_ids:
+            raise UsageError("the prompt is empty")
+        source = self._shelf.source
+        found = Explanation(source.url if source else "", view.identity, view.namespace.name, len(spelling.token_ids))
+        try:
+            self._explain(found, view, spelling, reference)
+        except UsageError:
+            raise
+        except KvcdnError as error:
+            found.findings.insert(0, Finding(cause_of(error), Certainty.PROVED, str(error)))
+        found.sort()
+        return found
+
+    def _explain(self, found: Explanation, view: View, spelling: Spelling, reference: Reference | None) -> None:
+        served = self._shelf.served(view, spelling)
+        found.published = self._trusted(found, view, served.blocks)
+        if found.published < served.tokens:
+            self._depart(found, spelling, found.published, exact=False)
+            return
+        if isinstance(reference, View):
+            self._compare(found, view, spelling, reference)
+        elif reference is not None:
+            self._compare_manifest(found, view, spelling, reference)
+        else:
+            self._prove(found, view, spelling)
+        self._look_at_document(found, view, spelling)
+        if not found.covered:
+            self._depart(found, spelling, found.published, exact=False)
+            _suspect(found, view, spelling)
+
+    # -- what is there ----------------------------------------------------------------------------------------------------
+
+    def _trusted(self, found: Explanation, view: View, blocks: Sequence[BlockName]) -> int:
+        """The tokens of the leading blocks whose headers are sound and signed by somebody trusted."""
+        source = self._shelf.source
+        for name in blocks if source else ():
+            try:
+                _check_header(source, view.identity, name, self._trust)
+            except KvcdnError as error:
+                found.add(cause_of(error), Certainty.PROVED, str(error), name.start)
+                return name.start
+        return blocks[-1].end if blocks else 0
+
+    def _look_at_document(self, found: Explanation, view: View, spelling: Spelling) -> None:
+        """Whether a document ends where the published tokens do, and whether whole blocks are left."""
+        chain, length = view.chain(spelling), view.identity.layout.block_tokens
+        if found.published:
+            found.document = self._shelf.document(chain, found.published)
+        whole = len(spelling.token_ids) // length * length
+        mended = any(finding.certainty is Certainty.PROVED for finding in found.findings)
+        if found.document is not None and not mended and found.published < len(spelling.token_ids):
+            found.add(Cause.DOCUMENT_END, Certainty.PROVED, "a published document ends here", found.published)
+            self._depart(found, spelling, found.published, exact=True)
+        found.covered = not mended and found.published > 0 and (found.document is not None or found.published >= whole)
+
+    def _depart(
+        self, found: Explanation, spelling: Spelling, token: int, *, exact: bool, theirs: Excerpt | None = None
+    ) -> None:
+        if found.departure is None:
+            block = token // found.identity.layout.block_tokens
+            found.departure = Departure(token, block, exact, Excerpt.at(spelling, token), theirs)
+
+    # -- without a document to compare with -------------------------------------------------------------------------------
+
+    def _prove(self, found: Explanation, view: View, spelling: Spelling) -> None:
+        known = self._shelf.known(view.chain(spelling))
+        if known.manifest is not None and known.tokens > found.published:
+            self._unseen(found, view, spelling, known.manifest, known.tokens)
+            return
+        proof = Search(self._shelf, self._surroundings).prove(view, spelling, Reach(found.published))
+        self._report(found, spelling, proof)
+
+    def _unseen(self, found: Explanation, view: View, spelling: Spelling, manifest: Manifest, tokens: int) -> None:
+        """A manifest shares more with the prompt than the source was seen to have."""
+        blocks = view.chain(spelling).prefix(tokens).blocks
+        source = self._shelf.source
+        there = source.match(view.identity.tag, [block.address for block in blocks]) if source else 0
+        name = f"document {str(manifest.address)[:12]} of {manifest.tokens:,} tokens"
+        if there == len(blocks):
+            detail = f"{name} is the beginning of this prompt, which does not say that it ends after {tokens:,} tokens"
+            found.add(Cause.BOUNDARY, Certainty.PROVED, detail, found.published, tokens)
+        elif _expired(manifest):
+            detail = f"{name} expired on {_day(manifest.expires)}, and its blocks are gone"
+            found.add(Cause.EXPIRED, Certainty.PROVED, detail, found.published, tokens)
+        else:
+            found.add(Cause.INCOMPLETE, Certainty.PROVED, f"{name} lacks blocks", found.published, tokens)
+        self._depart(found, spelling, found.published, exact=True)
+
+    def _report(self, found: Explanation, spelling: Spelling, proof: Proof) -> None:
+        steps = sorted(proof.steps, key=lambda step: step.token)
+        for step in steps:
+            found.add(step.fix.cause, Certainty.PROVED, step.fix.detail, step.token, proof.reach.tokens)
+        if steps:
+            token = steps[0].token
+            changed = find_divergence(spelling, proof.spelling, found.identity.layout.block_tokens)
+            self._depart(found, spelling, token, exact=True, theirs=changed.theirs if changed else None)
+
+    # -- with one ---------------------------------------------------------------------------------------------------------
+
+    def _compare(self, found: Explanation, view: View, spelling: Spelling, reference: View) -> None:
+        theirs = reference.spell()
+        if not theirs.token_ids:
+            raise UsageError("the document to compare with is empty")
+        proof = Search(self._shelf, self._surroundings).prove(reference, theirs, self._shelf.reach(reference, theirs))
+        if not proof.reach.tokens:
+            detail = f"the document compared with is not published at {found.source} for this model and namespace itself"
+            found.add(Cause.NOT_PUBLISHED, Certainty.PROVED, detail)
+        for step in proof.steps:
+            if _is_naming(step):
+                found.add(step.fix.cause, Certainty.PROVED, step.fix.detail, 0, proof.reach.tokens)
+        special = frozenset(view.tokenizer.all_special_ids)
+        parted = find_divergence(spelling, proof.spelling, view.identity.layout.block_tokens, special)
+        if parted is not None:
+            certainty = Certainty.PROVED if proof.reach.tokens > parted.token else Certainty.LIKELY
+            cause, detail = _framing_cause(view, proof.view, spelling, parted)
+            found.add(cause, certainty, detail, parted.token, proof.reach.tokens or None)
+            self._depart(found, spelling, parted.token, exact=True, theirs=parted.theirs)
+
+    def _compare_manifest(self, found: Explanation, view: View, spelling: Spelling, manifest: Manifest) -> None:
+        ours = view.identity
+        theirs = ModelIdentity(manifest.fingerprint, manifest.layout, manifest.model_name, manifest.precision)
+        shelf = Shelf(None, [manifest])
+        shared = shelf.known(view.chain(spelling)).tokens
+        proof = Search(shelf, _with_identity(self._surroundings, theirs)).prove(view, spelling, Reach(shared))
+        self._report(found, spelling, proof)
+        if (theirs.fingerprint, theirs.layout, theirs.precision) != (ours.fingerprint, ours.layout, ours.precision):
+            cause, detail = compare_identities(ours, theirs, self._surroundings)
+            found.add(cause, Certainty.PROVED, detail, 0, proof.reach.tokens or None)
+        self._state_of(found, manifest)
+        if not shared and not proof.steps:
+            detail = (
+                "no block of that document is named by this prompt: its text differs within the first block, or its namespace"
+            )
+            found.add(Cause.TEXT, Certainty.LIKELY, detail, 0)
+        elif shared > found.published:
+            self._unseen(found, view, spelling, manifest, shared)
+        elif not proof.steps and shared < min(manifest.tokens, len(spelling.token_ids)):
+            where = f"its text differs from that document's within block {shared // ours.layout.block_tokens}"
+            found.add(Cause.TEXT, Certainty.LIKELY, where, shared)
+
+    def _state_of(self, found: Explanation, manifest: Manifest) -> None:
+        """What is wrong with a document itself: its publisher, its expiry, its blocks."""
+        if manifest.publisher is not None:
+            try:
+                self._trust.require(manifest.publisher, f"manifest {manifest.address}")
+            except UntrustedError as error:
+                found.add(Cause.UNTRUSTED, Certainty.PROVED, str(error), 0)
+        source = self._shelf.source
+        there = source.match(manifest.tag, [block.address for block in manifest.blocks]) if source else 0
+        if there < len(manifest.blocks):
+            gone = f"{found.source} has {there} of its {len(manifest.blocks)} blocks"
+            if _expired(manifest):
+                found.add(Cause.EXPIRED, Certainty.PROVED, f"expired on {_day(manifest.expires)}; {gone}")
+            else:
+                found.add(Cause.INCOMPLETE if there else Cause.NOT_PUBLISHED, Certainty.PROVED, gone)
+
+
+def _check_header(source: Source | None, identity: ModelIdentity, name: BlockName, trust: TrustList) -> None:
+    """Reads a block's header as a client does. Raises KvcdnError."""
+    if source is None:
+        return
+    what = f"block {name.address}"
+    reader = source.open(block_key(identity.tag, name.address), ranged=True)
+    try:
+        preamble = bytes(reader.read_exact(PREAMBLE_BYTES, _HEADER_AHEAD))
+        rest = reader.read_exact(envelope_size(preamble, BLOCK_MAGIC, what) - PREAMBLE_BYTES, _HEADER_AHEAD)
+        header = open_header(preamble + bytes(rest), what)
+    finally:
+        reader.close()
+    trust.require(header.publisher, what)
+    header.require(identity, name, what)
+
+
+def _is_naming(step: Step) -> bool:
+    return step.fix.cause in (Cause.NAMESPACE, Cause.PRECISION, Cause.LAYOUT, Cause.REVISION)
+
+
+def _with_identity(surroundings: Surroundings, identity: ModelIdentity) -> Surroundings:
+    return replace(surroundings, identities=[identity, *surroundings.identities])
+
+
+def _framing_cause(view: View, theirs: View, spelling: Spelling, parted: Divergence) -> tuple[Cause, str]:
+    """The cause of a divergence, where it lies in how the two readings make tokens, and not in their texts."""
+    chats = [isinstance(each.content, Conversation) for each in (view, theirs)]
+    if chats[0] != chats[1] or (not chats[0] and view.form is not theirs.form):
+        names = ["a conversation" if chat else str(each.form) for chat, each in zip(chats, (view, theirs), strict=True)]
+        return Cause.CHAT_TEMPLATE, f"{names[0]} here, {names[1]} there"
+    if view.special is not theirs.special and parted.token <= 1:
+        return Cause.BOS, f"{view.special} here, {theirs.special} there"
+    if isinstance(view.content, Conversation) and isinstance(theirs.content, Conversation):
+        framing = _tools_cause(view, theirs.content, spelling, parted.token) or _roles_cause(
+            view, theirs.content, spelling, parted.token
+        )
+        if framing is not None:
+            return framing
+    return parted.cause, parted.detail
+
+
+def _first_change(view: View, content: Conversation, spelling: Spelling) -> int | None:
+    """The first token that other content changes; None where the template refuses it."""
+    try:
+        return common_length(spelling.token_ids, replace(view, content=content).spell().token_ids)
+    except UsageError:
+        return None
+
+
+def _roles_cause(view: View, theirs: Conversation, spelling: Spelling, token: int) -> tuple[Cause, str] | None:
+    """How roles differ, where our prompt with their roles does not part from ours before they do."""
+    ours = view.content
+    if not isinstance(ours, Conversation):
+        return None
+    roles = [message["role"] for message in theirs.messages]
+    messages = [{**message, "role": role} for message, role in zip(ours.messages, roles, strict=False)]
+    content = replace(ours, messages=(*messages, *ours.messages[len(messages) :]))
+    if _first_change(view, content, spelling) != token:
+        return None
+    index = next(index for index, role in enumerate(roles) if role != ours.messages[index]["role"])
+    return (
+        Cause.CHAT_TEMPLATE,
+        f"message {index + 1} is a {ours.messages[index]['role']} message here, a {roles[index]} message there",
+    )
+
+
+def _tools_cause(view: View, theirs: Conversation, spelling: Spelling, token: int) -> tuple[Cause, str] | None:
+    """How tools differ, where our prompt with their tools does not part from ours before they do."""
+    ours = view.content
+    if not isinstance(ours, Conversation) or list(map(repr, ours.tools)) == list(map(repr, theirs.tools)):
+        return None
+    if _first_change(view, replace(ours, tools=theirs.tools), spelling) != token:
+        return None
+    if ours.tools == theirs.tools:
+        return Cause.KEY_ORDER, "the keys of the tools are in another order"
+    if sorted(map(repr, ours.tools)) == sorted(map(repr, theirs.tools)):
+        return Cause.TOOL_ORDER, "the same tools are in another order"
+    return Cause.TOOLS, f"{len(ours.tools)} tools here, {len(theirs.tools)} there, and not the same"
+
+
+def _suspect(found: Explanation, view: View, spelling: Spelling) -> None:
+    """What is likely where nothing is proved."""
+    length, total = view.identity.layout.block_tokens, len(spelling.token_ids)
+    end = min(found.published + length, total)
+    if found.proved:
+        return
+    if not found.published and total < length:
+        detail = f"the prompt has {total:,} tokens and a block {length:,}: it is found only where a document ends as it does"
+        found.add(Cause.SHORT, Certainty.LIKELY, detail)
+    if (
+        view.tokenizer.chat_template
+        and "strftime_now" in str(view.tokenizer.chat_template)
+        and isinstance(view.content, Conversation)
+    ):
+        detail = "the model's chat template may write today's date into the prompt"
+        found.add(Cause.TIMESTAMP, Certainty.LIKELY, detail)
+    pieces = find_volatile(spelling.text, spelling.character(found.published), spelling.character(end))
+    for piece, _ in zip(pieces, range(_SUSPECTS), strict=False):
+        detail = f"{piece.name} stands within the first block that is not published: {piece.text[:80]!r}"
+        found.add(piece.cause, Certainty.LIKELY, detail, spelling.token(piece.start))
+    what = "no further document" if found.published else "no document"
+    found.add(Cause.NOT_PUBLISHED, Certainty.LIKELY, f"{what} at {found.source} begins like this prompt", found.published)
+
+
+def _expired(manifest: Manifest) -> bool:
+    return manifest.expires is not None and manifest.expires < time.time()
+
+
+def _day(unix: int | None) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(unix or 0))
