@@ -81,29 +81,30 @@ class Client:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        source: str | Source,
+        source: str | Sequence[str] | Source,
         *,
         checkpoint: str | Checkpoint | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         trust: TrustList | None = None,
         namespace: str | Namespace | None = None,
         token: str | None = None,
+        ca_file: str | None = None,
         audit: float = 0.0,
         local_store: LocalStore | Literal["configured"] | None = "configured",
     ) -> None:
-        """Binds a loaded model, which may be a model of peft, to its checkpoint and opens `source`.
+        """Binds a loaded model, which may be a model of peft, to its checkpoint and opens `source`, see `open_source`.
 
         `checkpoint` names the files `model` was loaded from, where the model does not know; `adapters` the folder of each LoRA
         adapter by its name in the model; `trust` and `namespace` default to the user's trust list and the public namespace;
-        `audit` is the probability with which one block of a prompt is recomputed. In `local_store` what was fetched is kept for
-        other prompts and processes of this host: by default in the user's own, unless the environment says otherwise
-        (`LocalStore.configured`). Raises UsageError; an unsupported model is no error, but a miss.
+        `token` and `ca_file` are for edges; `audit` is the probability with which one block of a prompt is recomputed. In
+        `local_store` what was fetched is kept for other prompts and processes of this host: by default in the user's own, unless
+        the environment says otherwise (`LocalStore.configured`). Raises UsageError; an unsupported model is no error, but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
         self.model = model = unwrapped(model)
         self.tokenizer = tokenizer
-        self.source = open_source(source, token=token) if isinstance(source, str) else source
+        self.source = open_source(source, token=token, ca_file=ca_file) if isinstance(source, str | Sequence) else source
         self.trust = load_trust() if trust is None else trust
         self._audit = audit
         self.namespace = namespace if isinstance(namespace, Namespace) else load_namespace(namespace)
@@ -123,7 +124,7 @@ class Client:
     def load(
         cls,
         model: str,
-        source: str | Source,
+        source: str | Sequence[str] | Source,
         *,
         device: str = "cpu",
         adapters: Sequence[str | Path] = (),

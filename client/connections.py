@@ -1,211 +1,213 @@
-"""Connections to one HTTP server: a pool of them, and one request with its response on one of them."""
+"""Connections to one HTTP server: a pool of them, made directly or through a proxy, with TLS or without."""
 
 from __future__ import annotations
 
-import http.client
+import re
 import socket
 import ssl
 import threading
-import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
+from kvcdn import __version__
 from kvcdn.client.link import LinkMeter
-from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
+from kvcdn.client.patience import Patience
+from kvcdn.client.proxy import DEFAULT_PORTS, PROXY_HINT, Proxy, proxy_for
+from kvcdn.client.wire import BrokenError, Wire
+from kvcdn.errors import UnavailableError, UsageError
 
 CONNECT_SECONDS = 5.0
-STALL_SECONDS = 15.0
-"""Longest silence of a peer before it counts as gone."""
+"""To look a name up and make a connection, TLS and proxy included: who needs longer is down or behind a firewall."""
 
-PIECE_BYTES = 256 * 1024
-"""A body is received in pieces of this size, each of which is told to the link's meter."""
-
-_WAITED_SHARE = 0.2
-"""An answer that had been waited for less than this part of the time since its request was there before anybody looked."""
-
-_IDLE_CONNECTIONS = 32
+IDLE_CONNECTIONS = 32
 """Connections kept for the next prompt."""
+
+MAX_TUNNEL_REPLY_BYTES = 16 * 1024
+"""Of a proxy's answer to CONNECT."""
+
+RESOLVE_STEP_SECONDS = 0.05
+"""How often somebody who waits for a name looks whether he is still wanted."""
+
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
+"""RFC 6750 section 2.1."""
+
+_CONNECT_HINT = "is the edge running, and is its address right?"
 
 
 class ConnectionPool:
     """Keep-alive connections to the server at `url`. Thread-safe; the token never shows in `url` or a repr."""
 
-    def __init__(self, url: str, token: str | None, stall_seconds: float) -> None:
-        """`url` is http or https, with an optional path. Raises UsageError."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.username:
-            raise UsageError(f"{url} is not the URL of an edge", hint="it looks like http://127.0.0.1:8400")
+    def __init__(self, url: str, token: str | None, ca_file: str | None = None) -> None:
+        """`url` is http or https, with an optional path; `ca_file` holds the only certificates to trust. Raises UsageError."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), 0
+        usable = parts.scheme in DEFAULT_PORTS and parts.hostname and port != 0 and re.fullmatch(r"[!-~]+", url)
+        if not usable or parts.query or parts.fragment or parts.username is not None:
+            raise UsageError(f"{_shown(url)} is not the URL of an edge", hint="it looks like http://127.0.0.1:8400")
+        if token is not None and not _TOKEN.fullmatch(token):
+            raise UsageError(f"the token for {url} holds characters that no bearer token has")
         self.url = url.rstrip("/")
-        self._parts = parts
-        self._base = parts.path.rstrip("/")
-        self._stall_seconds = stall_seconds
-        self._headers = {"User-Agent": "kvcdn"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._idle: list[http.client.HTTPConnection] = []
-        self._lock = threading.Lock()
         self.link = LinkMeter(self.url)
+        self.meters = [self.link]
+        """Told of every body: the server's own, and that of a group it belongs to."""
+        self._host, self._port = str(parts.hostname), port or DEFAULT_PORTS[parts.scheme]
+        self._tls = _context(ca_file) if parts.scheme == "https" else None
+        self._proxy = proxy_for(parts)
+        # To a proxy without TLS the whole URL is named (RFC 9112 section 3.2.2).
+        self._base = self.url if self._proxy and not self._tls else parts.path.rstrip("/")
+        self._headers = {"Host": parts.netloc, "User-Agent": f"kvcdn/{__version__}", "Accept-Encoding": "identity"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        if self._proxy and self._proxy.authorization and not self._tls:
+            self._headers["Proxy-Authorization"] = self._proxy.authorization
+        self._idle: list[Wire] = []
+        self._lock = threading.Lock()
 
-    def take(self) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it was used before and may therefore have been closed by the peer."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop(), True
-        host, port = str(self._parts.hostname), self._parts.port
-        if self._tls:
-            return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=self._tls), False
-        return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS), False
+    def __repr__(self) -> str:
+        return f"ConnectionPool({self.url})"
 
-    def give_back(self, connection: http.client.HTTPConnection) -> None:
-        """Keeps a connection whose last response was read to its end."""
+    def take(self, patience: Patience, *, fresh: bool = False) -> Wire:
+        """A connection for a prompt, new if `fresh`. Raises UnavailableError; BrokenError where another try may help."""
+        while not fresh:
+            with self._lock:
+                wire = self._idle.pop() if self._idle else None
+            if wire is None:
+                break
+            # What the peer has closed, or said without being asked, is of no use.
+            if wire.has_come():
+                wire.close()
+                continue
+            wire.lend(patience)
+            return wire
+        return self._connect(patience)
+
+    def give_back(self, wire: Wire) -> None:
+        """Keeps a connection whose last answer was read to its end."""
+        wire.release()
+        wire.used = True
         with self._lock:
-            if len(self._idle) < _IDLE_CONNECTIONS:
-                self._idle.append(connection)
+            if len(self._idle) < IDLE_CONNECTIONS:
+                self._idle.append(wire)
                 return
-        connection.close()
+        wire.close()
 
-    def send(self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, headers: Any) -> None:
-        """Sends a request on a connection of ours, connecting first where it is new. Raises OSError or HTTPException."""
-        if connection.sock is None:
-            _connect(connection, self._stall_seconds)
-        connection.request(method, self._base + path, body=body, headers={**self._headers, **(headers or {})})
+    def request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
+        """A request as it goes over the wire."""
+        length = {} if body is None else {"Content-Length": str(len(body)), "Content-Type": "application/json"}
+        fields = {**self._headers, **headers, **length}
+        lines = [f"{method} {self._base}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+        return "\r\n".join(lines).encode("ascii") + (body or b"")
 
     def close(self) -> None:
         """Closes what is idle, and remembers the link."""
         self.link.save(at_once=True)
         with self._lock:
             idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        for wire in idle:
+            wire.close()
 
+    # -- connecting -------------------------------------------------------------------------------------------------------
 
-def _connect(connection: http.client.HTTPConnection, stall_seconds: float) -> None:
-    connection.connect()
-    connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sock.settimeout(stall_seconds)
-
-
-class Exchange:
-    """One request, sent at once, and its response, awaited at first use.
-
-    A context manager: leaving it returns the connection, if the response was read to its end, and closes it otherwise.
-    """
-
-    def __init__(self, pool: ConnectionPool, method: str, path: str, *, body: bytes | None = None, headers: Any = None) -> None:
-        self._pool = pool
-        self._request = (method, path, body, headers)
-        self._sent = 0.0
-        self._response: http.client.HTTPResponse | None = None
-        self._connection, self._reused = pool.take()
-        self._send()
-
-    def _send(self) -> None:
-        while True:
+    def _connect(self, patience: Patience) -> Wire:
+        due = patience.clock() + min(CONNECT_SECONDS, patience.silence())
+        host, port = (self._proxy.host, self._proxy.port) if self._proxy else (self._host, self._port)
+        name = self._proxy.name if self._proxy else self.url
+        problem = "its name was not found in time"
+        for family, address in _resolve(host, port, name, patience, due):
+            wire = Wire(family, name, lambda: self.link.total_bytes)
             try:
-                self._pool.send(self._connection, *self._request)
-                self._sent = time.monotonic()
-                return
-            except (OSError, http.client.HTTPException) as error:
-                self._renew(error)
+                wire.lend(patience)
+                wire.due = due
+                wire.connect(address)
+                self._secure(wire)
+                return wire
+            except ssl.SSLError as error:
+                wire.close()
+                raise self._distrusted(error) from None
+            except (OSError, BrokenError) as error:
+                wire.close()
+                problem = str(error.strerror if isinstance(error, OSError) else error)
+            except UnavailableError:
+                wire.close()
+                raise
+        raise BrokenError(f"{name} cannot be reached: {problem}", hint=PROXY_HINT if self._proxy else _CONNECT_HINT)
 
-    def _renew(self, error: BaseException) -> None:
-        """Another connection, where the one that failed was an old one. Raises UnavailableError otherwise."""
-        self._connection.close()
-        if not self._reused or isinstance(error, TimeoutError):
-            reason = "no answer in time" if isinstance(error, TimeoutError) else (str(error) or type(error).__name__)
-            raise UnavailableError(
-                f"{self._pool.url} cannot be reached: {reason}", hint="is the edge running, and is its address right?"
-            ) from None
-        self._connection, self._reused = self._pool.take()
+    def _secure(self, wire: Wire) -> None:
+        if self._tls is not None:
+            if self._proxy is not None:
+                self._tunnel(wire, self._proxy)
+            wire.secure(self._tls, self._host)
 
-    def _answer(self) -> http.client.HTTPResponse:
-        while self._response is None:
-            asked = time.monotonic()
-            try:
-                self._response = self._connection.getresponse()
-                now = time.monotonic()
-                if now - asked > _WAITED_SHARE * (now - self._sent):
-                    self._pool.link.answered(now - self._sent)
-            except (OSError, http.client.HTTPException) as error:
-                self._renew(error)
-                self._send()
-        return self._response
+    def _tunnel(self, wire: Wire, proxy: Proxy) -> None:
+        """CONNECT (RFC 9110 section 9.3.6): from its answer on, the bytes are the server's."""
+        target = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        login = f"Proxy-Authorization: {proxy.authorization}\r\n" if proxy.authorization else ""
+        wire.write_all(f"CONNECT {target} HTTP/1.1\r\nHost: {target}\r\n{login}\r\n".encode("ascii"))
+        reply, byte = bytearray(), bytearray(1)
+        # Byte by byte: nothing behind the answer's head may be taken away from TLS. It is once per connection.
+        while not reply.endswith(b"\r\n\r\n") and len(reply) < MAX_TUNNEL_REPLY_BYTES and wire.readinto(byte):
+            reply += byte
+        found = re.match(rb"HTTP/1\.[01] (\d{3})", reply) if reply.endswith(b"\r\n\r\n") else None
+        status = int(found[1]) if found else 0
+        if not 200 <= status < 300:  # noqa: PLR2004 - HTTP's successes
+            said = status or "something that is not HTTP"
+            kind = BrokenError if status in (502, 503, 504) else UnavailableError
+            raise kind(f"{proxy.name} answers {said} when asked for {target}", hint=PROXY_HINT)
 
-    @property
-    def status(self) -> int:
-        return self._answer().status
-
-    def header(self, name: str) -> str:
-        return self._answer().getheader(name, "")
-
-    @property
-    def body_left(self) -> int:
-        """Bytes of the body that were announced and not read; 0 where the length was not announced."""
-        return self._answer().length or 0
-
-    def require(self, status: int, what: str) -> None:
-        """Raises NotFoundError or UnavailableError unless the answer has `status`."""
-        if self.status == status:
-            return
-        if self.status == 404:  # noqa: PLR2004 - HTTP's own number
-            raise NotFoundError(f"{self._pool.url} has no {what}")
-        if self.status in (401, 403):
-            raise UnavailableError(
-                f"{self._pool.url} refuses us ({self.status})", hint="set a valid token: --token or KVCDN_TOKEN"
+    def _distrusted(self, error: ssl.SSLError) -> UnavailableError:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return BrokenError(
+                f"{self.url}: its certificate is not trusted: {error.verify_message}",
+                hint="check the host name and the clock; for an authority of your own set SSL_CERT_FILE or ca_file",
+                elsewhere=True,
             )
-        raise UnavailableError(f"{self._pool.url} answers {self.status} {self._answer().reason} for {what}")
+        said = error.reason or error.strerror or type(error).__name__
+        return BrokenError(f"{self.url}: no TLS connection: {said}", hint="does it speak TLS on that port?", elsewhere=True)
 
-    def read_into(self, view: memoryview) -> int:
-        """Fills `view` from the body; the count is less only at the body's end."""
-        response, done = self._answer(), 0
+
+def _context(ca_file: str | None) -> ssl.SSLContext:
+    """TLS, trusting `ca_file` or else the system's authorities, which SSL_CERT_FILE and SSL_CERT_DIR can replace."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"{ca_file} holds no certificates that can be read: {error}") from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _resolve(host: str, port: int, name: str, patience: Patience, due: float) -> Iterator[tuple[int, Any]]:
+    """Addresses of `host`. A resolver may think for a minute, and cannot be stopped: it does that in a thread of its own."""
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST):
+            yield family, address
+        return
+    found: list[Any] = []
+
+    def look_up() -> None:
         try:
-            while done < len(view):
-                count = self._receive(response, view[done : done + PIECE_BYTES])
-                if not count:
-                    break
-                done += count
-        except (OSError, http.client.HTTPException) as error:
-            raise UnavailableError(f"{self._pool.url} broke off in mid-answer: {error or type(error).__name__}") from None
-        return done
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            found.append(error)
+        except UnicodeError:
+            found.append(OSError(0, "its name is not a host name"))
 
-    def _receive(self, response: http.client.HTTPResponse, view: memoryview) -> int:
-        link, count = self._pool.link, 0
-        link.waiting()
-        try:
-            count = response.readinto(view)
-        finally:
-            link.received(count)
-        return count
+    thread = threading.Thread(target=look_up, name="kvcdn-resolve", daemon=True)
+    thread.start()
+    while thread.is_alive() and patience.clock() < due:
+        thread.join(RESOLVE_STEP_SECONDS)
+        patience.check()
+    if found and isinstance(found[0], OSError):
+        raise BrokenError(f"{name} cannot be reached: {found[0].strerror}", hint=_CONNECT_HINT)
+    for family, _, _, _, address in found[0] if found else ():
+        yield family, address
 
-    def read_all(self, limit: int) -> bytes:
-        """The whole body, of at most `limit` bytes. Raises CorruptError for a larger or shorter one than announced."""
-        buffer = bytearray(min(limit + 1, self._length(limit)))
-        with memoryview(buffer) as view:
-            count = self.read_into(view)
-        if count > limit:
-            raise CorruptError(f"{self._pool.url} sends more than {limit} bytes for {self._request[1]}")
-        if self.body_left:
-            raise UnavailableError(f"{self._pool.url} ended its answer {self.body_left} bytes early")
-        return bytes(buffer[:count])
 
-    def _length(self, limit: int) -> int:
-        length = self._answer().length
-        return limit + 1 if length is None else length + 1
-
-    def close(self) -> None:
-        """Returns the connection if it can be used again."""
-        response = self._response
-        self._pool.link.save()
-        if response is not None and response.isclosed() and not response.will_close:
-            self._pool.give_back(self._connection)
-        else:
-            self._connection.close()
-        if response is not None:
-            with suppress(OSError, http.client.HTTPException):
-                response.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _shown(url: str) -> str:
+    """`url` without what may be a password."""
+    return re.sub(r"//[^/@]*@", "//", url)[:200]

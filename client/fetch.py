@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from kvcdn.block import BlockHeader, open_header, open_segment
-from kvcdn.client.transport import RANGE_BYTES, ObjectReader, Source
+from kvcdn.client.source import ObjectReader, Source
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import CorruptError, KvcdnError, UnavailableError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
@@ -37,6 +37,12 @@ MAX_THREADS = 8
 
 SKIPPED_BYTES = 256 * 1024
 """Raw bytes that are worth passing over: asking for a range costs a round trip, in which some 100 KB arrive at 100 Mbit/s."""
+
+SALVAGE_SILENCE_SECONDS = 2.0
+"""After a failure, blocks that are still on their way are waited for as long as some of them deliver in such a time."""
+
+_EVERYTHING = 1 << 40
+"""Of a block of which no layer is passed over, all bytes will be asked for."""
 
 _HEADER_BYTES_PER_LAYER = 640
 """What a header has for each layer, two parts and four hashes and numbers, rounded up."""
@@ -64,7 +70,7 @@ class PrefixFetch:
 
         `whole` reads every row of every layer, also those that no window reaches.
         """
-        self._source = source
+        self._source = source.session()
         self._model = model
         self._blocks = blocks
         self._trust = trust
@@ -82,6 +88,7 @@ class PrefixFetch:
         self._delivered = [0 if any(wanted) else len(specs) for wanted in self._wanted]
         self._started = time.perf_counter()
         self._blocked = 0.0
+        self._readers: dict[int, ObjectReader] = {}
         self.headers: dict[int, BlockHeader] = {}
         self.envelopes: dict[int, bytes] = {}
         self.bytes_fetched = 0
@@ -145,7 +152,7 @@ class PrefixFetch:
 
         A shorter prefix has its windows elsewhere; where they begin before what was read, none can be.
         """
-        self._join()
+        self._join_while_bytes_come()
         layers = len(self._ready)
         usable = next((index for index, done in enumerate(self._delivered) if done < layers), len(self._blocks))
         tokens = self._blocks[usable - 1].end if usable else 0
@@ -157,7 +164,17 @@ class PrefixFetch:
         """Stops what is still on its way. The layers must not be waited for afterwards."""
         with self._lock:
             self._usable = 0
+        self._source.abort()
         self._join()
+
+    def _join_while_bytes_come(self) -> None:
+        while any(thread.is_alive() for thread in self._threads):
+            before, ends = self.bytes_fetched, time.monotonic() + SALVAGE_SILENCE_SECONDS
+            for thread in self._threads:
+                thread.join(max(ends - time.monotonic(), 0.0))
+            if self.bytes_fetched == before:
+                self._source.abort()
+                self._join()
 
     def _join(self) -> None:
         for thread in self._threads:
@@ -187,6 +204,9 @@ class PrefixFetch:
         with self._lock:
             self._usable = min(self._usable, name.index)
             self._error = self._error or error
+            in_vain = [reader for index, reader in self._readers.items() if index >= self._usable]
+        for reader in in_vain:
+            reader.abort()
         for event in self._ready:
             event.set()
 
@@ -195,16 +215,18 @@ class PrefixFetch:
         key, wanted = block_key(self._model.tag, name.address), self._wanted[name.index]
         passing = self._worth_passing_over(name, wanted)
         reader = self._source.open(key, ranged=self._ranged or passing)
+        with self._lock:
+            self._readers[name.index] = reader
         try:
             yield
-            header = self._read_header(name, reader, _HEADER_BYTES_PER_LAYER * len(wanted) if passing else RANGE_BYTES)
+            header = self._read_header(name, reader, _HEADER_BYTES_PER_LAYER * len(wanted) if passing else _EVERYTHING)
             keys = ObjectKeys(name.content_key, header.salt)
             keys.check_commitment(header.commitment, f"block {name.address}")
             yield
             for layer, segment in enumerate(header.segments):
                 if wanted[layer]:
                     asked = time.perf_counter()
-                    stored = reader.read_exact(segment.length, _run_bytes(header, wanted, layer) if passing else RANGE_BYTES)
+                    stored = reader.read_exact(segment.length, _run_bytes(header, wanted, layer) if passing else _EVERYTHING)
                     self._blocked += time.perf_counter() - asked
                     received = len(stored)
                 else:
@@ -262,10 +284,10 @@ class PrefixFetch:
 
 
 def _run_bytes(header: BlockHeader, wanted: Sequence[bool], layer: int) -> int:
-    """Bytes from `layer` on up to the next that is not wanted; those beyond what a reader reads at once do not matter."""
+    """Bytes from `layer` on up to the next that is not wanted."""
     total = 0
     for segment in header.segments[layer:]:
-        if not wanted[segment.layer] or total >= RANGE_BYTES:
+        if not wanted[segment.layer]:
             break
         total += segment.length
     return total

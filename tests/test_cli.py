@@ -246,6 +246,21 @@ def test_an_unreachable_edge_still_gets_an_answer(place):
     assert (5, True) == (ran.code, "cannot be reached" in ran.complaint)
 
 
+def test_several_edges_are_given_by_options_or_by_a_variable(place, tmp_path):
+    """One of the two is down, which no report mentions: the other serves everything."""
+    from kvcdn.edge.launch import launch_edge
+
+    with launch_edge(origin=str(place.origin), cache_dir=tmp_path / "cache") as edge:
+        ask = ("ask", place.document, "Q?", "-m", place.model, "--max-tokens", "1", "--json")
+        by_option = place.run(*ask, "--edge", "http://127.0.0.1:9", "--edge", edge.url)
+        by_variable = place.run(*ask, KVCDN_EDGE=f"{edge.url}, http://127.0.0.1:9")
+    for ran in (by_option, by_variable):
+        assert (place.published["tokens"], None) == (ran.json["report"]["tokens_reused"], ran.json["report"]["reason"])
+        assert {edge.url, "http://127.0.0.1:9"} == set(ran.json["report"]["source"].split(","))
+    wrong = place.run(*ask, "--edge", f"{edge.url},/tmp")
+    assert (2, True) == (wrong.code, "--origin" in wrong.complaint)
+
+
 def damage(place, tmp_path, kind, position):
     """A copy of the origin with one byte of one object changed, and the key of that object."""
     origin = shutil.copytree(place.origin, tmp_path / "origin")

@@ -7,7 +7,7 @@ import torch
 
 from kvcdn import layout
 from kvcdn.block import open_header
-from kvcdn.client import fetch, transport
+from kvcdn.client import fetch, readers
 from kvcdn.client.report import MissReason
 from kvcdn.client.transport import EdgeSource, StoreSource
 from kvcdn.client.verify import verify_prefix
@@ -164,7 +164,7 @@ def test_of_windows_only_the_reach_is_read(alternating, monkeypatch):
 def test_what_is_passed_over_is_passed_over_by_http_too(alternating, monkeypatch, skipped):
     """In ranges where that is worth a request, by reading on where it is not."""
     monkeypatch.setattr(fetch, "SKIPPED_BYTES", skipped)
-    monkeypatch.setattr(transport, "RANGE_BYTES", 5000)
+    monkeypatch.setattr(readers, "RANGE_BYTES", 5000)
     with running_web(alternating.store) as web, alternating.client(EdgeSource(web.url)) as client:
         prepared = client.prepare(asked(alternating))
         ranged = {path for method, path, headers in web.requests if method == "GET" and "Range" in headers}

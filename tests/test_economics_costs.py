@@ -314,7 +314,7 @@ def test_blocks_are_the_formats():
 def test_requests_are_the_clients():
     """Pieces, connections and streaming are as the client has them; short documents come by whole blocks from an edge."""
     root = Path(__file__).parents[1] / "client"
-    text = (root / "transport.py").read_text("utf-8") + (root / "fetch.py").read_text("utf-8")
+    text = (root / "source.py").read_text("utf-8") + (root / "fetch.py").read_text("utf-8")
     for line in (f"STREAMED_BLOCKS = {STREAMED_BLOCKS}", f"MAX_THREADS = {CONNECTIONS}", "RANGE_BYTES = 1 << 20"):
         assert f"\n{line}\n" in text
     assert 1 << 20 == REQUEST_BYTES

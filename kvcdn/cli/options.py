@@ -26,7 +26,13 @@ Origin = Annotated[
     typer.Option(envvar="KVCDN_ORIGIN", help="A folder, s3://bucket/prefix, or http(s)://host. Default: a folder of yours."),
 ]
 Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint, for a server that is not AWS.")]
-Edge = Annotated[str | None, typer.Option(envvar="KVCDN_EDGE", help="URL of an edge, to be used in place of the origin.")]
+Edge = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="KVCDN_EDGE",
+        help="URL of an edge, to be used in place of the origin; several times, or with commas, for several edges.",
+    ),
+]
 Token = Annotated[str | None, typer.Option(envvar="KVCDN_TOKEN", help="Bearer token for the edge.", show_envvar=True)]
 NamespaceName = Annotated[
     str | None, typer.Option("--namespace", "-n", help="Private namespace; its secret must be on this machine.")
@@ -47,17 +53,19 @@ def open_origin(origin: str | None, endpoint: str | None) -> BlobStore:
     return open_store(origin or str(data_dir() / "origin"), endpoint=endpoint)
 
 
-def open_source(edge: str | None, origin: str | None, endpoint: str | None, token: str | None) -> Source:
+def open_source(edges: list[str] | None, origin: str | None, endpoint: str | None, token: str | None) -> Source:
     """The source that --edge or --origin names, by default the user's own folder."""
     from kvcdn.client.sources import open_source as open_  # noqa: PLC0415 - see kvcdn.cli
 
-    if edge and not edge.startswith(("http://", "https://")):
-        raise UsageError(
-            f"--edge takes a URL such as http://127.0.0.1:8400, not {edge!r}", hint="for a folder or bucket use --origin"
-        )
-    return open_(
-        edge or origin or str(data_dir() / "origin"), endpoint=endpoint if not edge else None, token=token if edge else None
-    )
+    urls = [url.strip() for edge in edges or () for url in edge.split(",") if url.strip()]
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--edge takes a URL such as http://127.0.0.1:8400, not {url!r}", hint="for a folder or bucket use --origin"
+            )
+    if urls:
+        return open_(urls, token=token)
+    return open_(origin or str(data_dir() / "origin"), endpoint=endpoint)
 
 
 def trust_list(path: Path | None) -> TrustList:

@@ -31,7 +31,7 @@ ROUND_TRIPS = 4
 """Before the first byte of KV: TCP, TLS, the match, the block."""
 
 REQUEST_BYTES = 1 << 20
-"""What a reader asks a store for at once (RANGE_BYTES in client/transport.py); of an edge too, for long documents."""
+"""What a reader asks a store for at once (RANGE_BYTES in client/source.py); of an edge too, for long documents."""
 
 STREAMED_BLOCKS = 16
 """Up to so many blocks an edge streams whole, one request each (client/fetch.py)."""

@@ -156,7 +156,7 @@ class HttpStore:
                 )
                 if last or response.status not in _RETRIED:
                     return response
-                wait = _retry_after(response.headers.get("Retry-After"))
+                wait = retry_after(response.headers.get("Retry-After"))
                 if time.monotonic() - began + wait > RETRY_BUDGET_SECONDS:
                     return response
                 _dismiss(response)
@@ -275,7 +275,7 @@ def _modified(header: str | None) -> float:
     return time.time()
 
 
-def _retry_after(header: str | None) -> float:
+def retry_after(header: str | None) -> float:
     """Seconds to wait, from either form of Retry-After (RFC 9110 section 10.2.3); 0 where there is none."""
     if header is None:
         return 0.0

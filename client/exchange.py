@@ -1,0 +1,207 @@
+"""An exchange: one request, sent at once, and its answer, awaited at first use."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Mapping
+from typing import Self
+
+from kvcdn.client.connections import ConnectionPool
+from kvcdn.client.patience import Patience
+from kvcdn.client.wire import BrokenError
+from kvcdn.errors import CorruptError, UnavailableError
+from kvcdn.stores.http import retry_after
+
+_WAITED_SHARE = 0.2
+"""An answer that was waited for less than this part of the time since its request was there before anybody looked."""
+
+_NO_FIELDS: Mapping[str, str] = {}
+
+
+class Exchange:
+    """A context manager: leaving it returns the connection, if the answer was read to its end, and closes it otherwise."""
+
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        patience: Patience,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] = _NO_FIELDS,
+        fresh: bool = False,
+    ) -> None:
+        """Sends the request; on a new connection if `fresh`. Raises UnavailableError; BrokenError where a retry may help."""
+        self.pool = pool
+        self._patience = patience
+        self._method, self._what = method, path
+        self._request = pool.request(method, path, body, headers)
+        self._response: http.client.HTTPResponse | None = None
+        self._left: int | None = None
+        self.looked: float | None = None
+        """When somebody began to wait for the answer."""
+        self.last_progress = patience.clock()
+        """When the request was sent, or the last byte came: from here on time is lost, if no more comes."""
+        self.wire = pool.take(patience, fresh=fresh)
+        try:
+            self._send()
+        except BaseException:
+            self.wire.close()
+            raise
+
+    def _send(self) -> None:
+        try:
+            self.wire.write_all(self._request)
+        except BrokenError:
+            if not self.wire.used:
+                raise
+            self._renew()
+        self.sent = self.last_progress = self._patience.clock()
+        self.due = self.wire.due = self.sent + self._patience.silence()
+        """When the answer's head must be there."""
+
+    def _renew(self) -> None:
+        """The peer had closed an idle connection just before we used it (RFC 9112 section 9.3.1): that is no failure."""
+        self.wire.close()
+        self.wire = self.pool.take(self._patience, fresh=True)
+        self.wire.write_all(self._request)
+
+    # -- the answer's head --------------------------------------------------------------------------------------------------
+
+    def head(self) -> http.client.HTTPResponse:
+        """Waits for the answer's head. Raises BrokenError or StoppedError."""
+        if self._response is None:
+            self.look()
+            try:
+                self._response = self._parse()
+            except BrokenError:
+                if not self.wire.used or self.wire.has_spoken:
+                    raise
+                self._renew()
+                self.wire.due = self._patience.clock() + self._patience.silence()
+                self._response = self._parse()
+            self.last_progress = now = self._patience.clock()
+            if now - (self.looked or now) > _WAITED_SHARE * (now - self.sent):
+                self.pool.link.answered(now - self.sent)
+            self._left = self._response.length
+            self.wire.due = None
+        return self._response
+
+    def look(self) -> None:
+        """Somebody begins to wait for the answer."""
+        self.looked = self.looked or self._patience.clock()
+
+    def _parse(self) -> http.client.HTTPResponse:
+        response = http.client.HTTPResponse(self.wire, method=self._method)  # type: ignore[arg-type] # makes a file, is all
+        try:
+            response.begin()
+        except (http.client.HTTPException, ValueError) as error:
+            if not self.wire.at_end:
+                kind = type(error).__name__
+                raise BrokenError(f"{self.pool.url} does not answer in HTTP ({kind})", elsewhere=True) from None
+        if self.wire.at_end:
+            # http.client takes a head that was cut off for a short one.
+            raise BrokenError(f"{self.pool.url} broke off before its answer began")
+        return response
+
+    @property
+    def status(self) -> int:
+        return self.head().status
+
+    def header(self, name: str) -> str:
+        return self.head().getheader(name, "")
+
+    @property
+    def left(self) -> int | None:
+        """Bytes of the body that were announced and not read; None where no length was announced."""
+        self.head()
+        return self._left
+
+    # -- its body -----------------------------------------------------------------------------------------------------------
+
+    def receive(self, view: memoryview) -> int:
+        """What has come of a body of known length, waited for; 0 at its end. Raises BrokenError or StoppedError."""
+        self.head()
+        view = view[: self._left]
+        if not len(view):
+            return 0
+        count = 0
+        for meter in self.pool.meters:
+            meter.waiting()
+        try:
+            count = self.wire.file.readinto1(view)
+        finally:
+            for meter in self.pool.meters:
+                meter.received(count)
+        if not count:
+            raise BrokenError(f"{self.pool.url} ended its answer {self._left:,} bytes early")
+        self._left = (self._left or 0) - count
+        self.last_progress = self._patience.clock()
+        return count
+
+    def read_all(self, limit: int) -> bytes:
+        """The whole body, of at most `limit` bytes. Raises CorruptError for a larger one, else as `receive`."""
+        response = self.head()
+        if self._left is None:
+            return self._read_unannounced(response, limit)
+        if self._left > limit:
+            raise self._too_large(limit)
+        data, done = bytearray(self._left), 0
+        while done < len(data):
+            done += self.receive(memoryview(data)[done:])
+        return bytes(data)
+
+    def _too_large(self, limit: int) -> CorruptError:
+        return CorruptError(f"{self.pool.url} sends more than {limit:,} bytes for {self._what}")
+
+    def _read_unannounced(self, response: http.client.HTTPResponse, limit: int) -> bytes:
+        """A body in chunks, or up to the connection's end."""
+        self.wire.due = self._patience.clock() + self._patience.stall_seconds()
+        try:
+            data = response.read(limit + 1)
+        except (http.client.HTTPException, ValueError) as error:
+            raise BrokenError(f"{self.pool.url} broke off in mid-answer: {type(error).__name__}") from None
+        if len(data) > limit:
+            raise self._too_large(limit)
+        self._left = 0
+        return data
+
+    def abort(self) -> None:
+        """Ends it in whatever thread waits for it."""
+        self.wire.abort()
+
+    def close(self) -> None:
+        """Returns the connection if it can be used again; may be called twice."""
+        response, self._response = self._response, None
+        whole = response is not None and self._left == 0
+        if whole and response is not None and not response.will_close and not self.wire.closed:
+            self.pool.give_back(self.wire)
+        else:
+            self.wire.close()
+        self.pool.link.save()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def unexpected(exchange: Exchange, what: str) -> UnavailableError:
+    """The error for an answer with a status that ends the matter, or that only another edge could better."""
+    status, url = exchange.status, exchange.pool.url
+    match status:
+        case 401 | 403:
+            return BrokenError(f"{url} refuses us ({status})", hint="set a valid token: --token or KVCDN_TOKEN", elsewhere=True)
+        case 407:
+            return BrokenError(f"the proxy before {url} refuses us (407)", hint="see HTTP_PROXY", elsewhere=True)
+        case 429 | 502 | 503 | 504:
+            return BrokenError(f"{url} answers {status} for {what}", retry_after=retry_after(exchange.header("Retry-After")))
+        case _ if 300 <= status < 400:  # noqa: PLR2004 - HTTP's redirects
+            return BrokenError(
+                f"{url} answers with a redirect ({status}), which is not followed",
+                hint="name the URL it leads to",
+                elsewhere=True,
+            )
+    return BrokenError(f"{url} answers {status} for {what}", elsewhere=True)
