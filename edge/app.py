@@ -18,7 +18,7 @@ from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_stat
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
 from kvcdn.edge.respond import IMMUTABLE, NO_STORE, FileResponse, FileSlice, HeadResponse, Note, PlainResponse
-from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.storage import DiskCache, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.errors import CorruptError, UnavailableError, UntrustedError
 
@@ -179,7 +179,7 @@ class Edge:
         return PlainResponse(note, status, headers, body)
 
     def _drop(self, name: ObjectName) -> None:
-        self._cache.drop_key(name.key, "it could not be read to its end")
+        self._cache.drop_key(name.key, Harm.DAMAGED, "it could not be read to its end")
 
     async def _match(self, request: web.BaseRequest, grant: Grant) -> web.StreamResponse:
         note = Note("match")

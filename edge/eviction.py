@@ -1,14 +1,13 @@
 """Eviction: which objects leave when room is needed. Pure accounting: it returns victims, storage deletes them.
 
 Everything runs in one thread, between two awaits, so that used, reserved and the cap always agree: used + reserved never
-exceeds the capacity, except after `add`, which records what a restart found, until `trim`. Which object is worth least is
+exceeds the capacity, except after `restore`, which records what a restart found, until `trim`. Which object is worth least is
 for `ranking` to say. Seconds are the caller's clock, which never goes back.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvcdn.edge.ranking import Ranking
 
@@ -40,9 +39,9 @@ class Eviction:
     def __contains__(self, key: str) -> bool:
         return self._ranking.size(key) > 0
 
-    def add(self, key: str, size: int) -> None:
-        """Records an object that is there already, as used just now, but so that its next use counts as one."""
-        self._ranking.store(key, charge(size), -math.inf)
+    def restore(self, objects: Iterable[tuple[str, int]]) -> None:
+        """Records objects with their sizes that an earlier process left, oldest first; the next use of each counts as one."""
+        self._ranking.restore((key, charge(size)) for key, size in objects)
 
     def trim(self) -> list[str]:
         """Victims whose going brings what is used under the cap."""

@@ -26,7 +26,7 @@ from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origins
 from kvcdn.edge.outcome import REMEMBERED_SECONDS, CacheOutcome, Reason, Refusal
 from kvcdn.edge.staging import DISK_FULL, Memory, Room, Staging
-from kvcdn.edge.storage import DiskCache, OpenEntry
+from kvcdn.edge.storage import DiskCache, Harm, OpenEntry
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
@@ -42,8 +42,8 @@ WAITING_FILLS = 1024
 WAIT_SECONDS = 30.0
 """How long a fill waits for a place."""
 
-STOP_SECONDS = 2.0
-"""How long the end of the process waits for fills; what they leave is removed at the next start."""
+STOP_SECONDS = 10.0
+"""How long the end of the process waits for fills that a slow disk makes durable; what they leave the next start removes."""
 
 REFUSALS_REMEMBERED = 16384
 """Bounds the memory of what the origin lacks: some 10 MB."""
@@ -114,7 +114,7 @@ class Fetcher:
             head = await in_thread(_check_file, name, opened, self._trust)
         except (IntegrityError, OSError) as error:
             opened.file.close()
-            self._cache.drop(name.key, opened.entry, str(error))
+            self._cache.drop(name.key, opened.entry, Harm.DAMAGED, str(error))
             return None
         opened.entry.etag = head
         return head

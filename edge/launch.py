@@ -20,8 +20,8 @@ from pydantic_core import to_jsonable_python
 from kvcdn.edge.settings import ENV_PREFIX, EdgeSettings, load_settings
 from kvcdn.errors import UnavailableError
 
-START_SECONDS = 30.0
-"""Starting takes half a second; a large cache on a slow disk some seconds."""
+START_SECONDS = 120.0
+"""Starting takes half a second; walking a million files on a slow disk a minute."""
 
 STOP_MARGIN_SECONDS = 10.0
 """What an edge may take to stop beyond the time its settings give running responses."""

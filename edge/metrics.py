@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from kvcdn.edge.origins import Origins
-from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.storage import DiskCache, Harm
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -105,10 +105,17 @@ class _CacheCollector(Collector):
     def __init__(self, cache: DiskCache) -> None:
         self._cache = cache
 
+    def _dropped(self) -> CounterMetricFamily:
+        family = CounterMetricFamily("kvcdn_edge_dropped_objects", "Files found harmed and dropped.", labels=["harm"])
+        for harm in Harm:
+            family.add_metric([harm], self._cache.dropped[harm])
+        return family
+
     def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
         return [
             GaugeMetricFamily("kvcdn_edge_cache_bytes", "Disk taken by complete objects.", value=self._cache.used),
             GaugeMetricFamily("kvcdn_edge_cache_capacity_bytes", "The hard cap.", value=self._cache.capacity),
             GaugeMetricFamily("kvcdn_edge_cache_objects", "Objects in the cache.", value=len(self._cache)),
+            self._dropped(),
             CounterMetricFamily("kvcdn_edge_evictions", "Objects evicted.", value=self._cache.evicted),
         ]

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from kvcdn.edge.cohort import Cohort, Kind, Node, Shelf, make_shelves, tally
 from kvcdn.edge.worth import AGE_STARTS, worths
@@ -35,6 +36,9 @@ RANKINGS_PER_TURNOVER = 8
 
 FADING = 0.99
 """What a count keeps from one order of worth to the next: what was seen a hundred orders ago has little weight."""
+
+RESTORED_TOGETHER = 256
+"""Objects of an earlier process that count as used at the same time: a start with a million of them takes seconds."""
 
 _USES_STEPS = (0, 0, 1, 2, 2, 3, 3, 3, 3)
 
@@ -119,6 +123,23 @@ class Ranking:
                 node.parent = None
         node.cohort.members.append(node)
         self._show(node.cohort)
+
+    def restore(self, objects: Iterable[tuple[str, int]]) -> None:
+        """Objects, none of them known, with what they are charged: used one after the other just now; first in, first out."""
+        objects = iter(objects)
+        while chunk := list(islice(objects, RESTORED_TOGETHER)):
+            self._clock += len(chunk)
+            cohort = Cohort(self._shelf(_kind(1, 0, 1, 0)), self._clock)
+            for key, size in reversed(chunk):
+                node = self._nodes[key] = Node(key, cohort)
+                node.uses, node.size, node.until = 1, size, -math.inf
+                cohort.members.append(node)
+                self.total += size
+            cohort.count = len(chunk)
+            self.stored += len(chunk)
+            cohort.shelf.take(cohort)
+            self._show(cohort)
+            self._keep_time()
 
     def leave(self, key: str) -> None:
         """An object is not stored any more, if it was."""

@@ -18,7 +18,7 @@ from io import FileIO
 
 from kvcdn.edge.inspection import BodyCheck, ObjectHead, inspect_head
 from kvcdn.edge.metrics import Metrics
-from kvcdn.edge.storage import DiskCache, Entry
+from kvcdn.edge.storage import DiskCache, Entry, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
@@ -94,7 +94,7 @@ class Scrub:
         try:
             await self._read(name, opened.file, opened.entry)
         except (IntegrityError, OSError) as error:
-            self._cache.drop(key, opened.entry, f"the scrub found it damaged: {error}")
+            self._cache.drop(key, opened.entry, Harm.DAMAGED, f"the scrub found it damaged: {error}")
             self._count(Finding.DAMAGED)
         else:
             self._count(Finding.SOUND)

@@ -19,6 +19,7 @@ from io import FileIO
 from pathlib import Path
 from threading import Lock
 
+from kvcdn.edge.index import FileIndex
 from kvcdn.edge.target import ObjectName
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -39,9 +40,10 @@ log = logging.getLogger("kvcdn.edge.storage")
 
 
 class Departed:
-    """Files that the index has forgotten and the disk still holds. Thread-safe."""
+    """Files that the cache has forgotten and the disk still holds. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: FileIndex) -> None:
+        self._index = index
         self._paths: deque[Path] = deque()
         self._deleting = Lock()
 
@@ -49,11 +51,19 @@ class Departed:
         """Notes `paths` for deletion; never waits."""
         self._paths.extend(paths)
 
+    def delete_one(self, path: Path) -> None:
+        """Deletes `path` and nothing else."""
+        delete_files([path])
+        self._index.remove([path.name])
+
     def delete(self) -> None:
         """On return everything noted before the call is deleted, whoever did it."""
         with self._deleting:
+            gone = []
             while self._paths:
-                delete_files([self._paths.popleft()])
+                gone.append(self._paths.popleft())
+                delete_files(gone[-1:])
+            self._index.remove([path.name for path in gone])
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,12 @@ class Room:
 
     name: ObjectName
     size: int
+    id: str
+    """Of the file, new for each."""
     staging: Path
     final: Path
     departed: Departed = field(repr=False)
+    index: FileIndex = field(repr=False)
 
 
 class Spool:
@@ -155,6 +168,7 @@ class Staging:
         """Makes the object durable under its final name, if it has a room. Raises OSError."""
         if self._room is not None:
             os.fsync(self._descriptor)
+            self._room.index.add(self._room.final.name)
             self._room.staging.rename(self._room.final)
             sync_folder(self._room.final.parent)
 
@@ -165,6 +179,7 @@ class Staging:
     def _delete(self) -> None:
         if self._room is not None:
             delete_files([self._room.staging, self._room.final])
+            self._room.index.remove([self._room.final.name])
 
 
 def _allocate(descriptor: int, size: int) -> None:

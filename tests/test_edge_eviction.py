@@ -115,8 +115,7 @@ def test_sizes_count_in_whole_disk_blocks() -> None:
 def test_a_start_over_the_cap_is_trimmed() -> None:
     """After a restart with a smaller capacity the oldest leave."""
     eviction = Eviction(2 * UNIT)
-    for key in "abcd":
-        eviction.add(key, UNIT)
+    eviction.restore([(key, UNIT) for key in "abcd"])
     assert ["a", "b"] == eviction.trim()
     assert 2 * UNIT == eviction.used
 
@@ -124,8 +123,7 @@ def test_a_start_over_the_cap_is_trimmed() -> None:
 def test_relief_frees_what_is_asked_or_all_there_is() -> None:
     """A disk that is full below the cap is relieved of the oldest."""
     eviction = Eviction(9 * UNIT)
-    for key in "abc":
-        eviction.add(key, UNIT)
+    eviction.restore([(key, UNIT) for key in "abc"])
     assert ["a", "b"] == eviction.relieve(UNIT + 1)
     assert ["c"] == eviction.relieve(50 * UNIT)
 

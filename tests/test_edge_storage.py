@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import random
+import shutil
 import stat
 import threading
 import time
@@ -16,15 +17,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.digest import Digest, ModelTag
+from kvcdn.edge.eviction import charge
+from kvcdn.edge.index import FileIndex
 from kvcdn.edge.settings import load_settings
 from kvcdn.edge.staging import Room, Staging
-from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.storage import DiskCache, Harm
 from kvcdn.edge.target import Kind, ObjectName
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
-from support.edge_process import WatchedStore, ask, disk_bytes, edge_in_thread, object_files, origin_gets, running_edge, settle
+from support.edge_process import (
+    WatchedStore,
+    ask,
+    disk_bytes,
+    edge_in_thread,
+    metric,
+    object_files,
+    origin_gets,
+    running_edge,
+    settle,
+)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +141,9 @@ def test_leftovers_and_damage_are_cleared_at_the_start(documents: list[Document]
     target = tmp_path / "target"
     link.rename(target)
     link.symlink_to(target)
+    # Without an index the folder is walked; with it, the same is found out when somebody asks.
+    for file in cache.glob("index*"):
+        file.unlink()
     (cache / "staging" / "left").write_bytes(b"x" * 1000)
     stranger = cache / "objects" / "00" / "README"
     stranger.write_text("not ours")
@@ -274,3 +290,117 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="cannot use the cache folder") as caught:
         DiskCache(tmp_path / "file" / "cache", load_settings(None, {"origin": "x"}).capacity)
     assert "cache_dir" in caught.value.hint
+
+
+def _index_files(cache: Path) -> list[Path]:
+    return sorted(cache.glob("index*"))
+
+
+@pytest.mark.parametrize("harm", ["missing", "emptied", "garbage", "truncated", "another boot", "a folder"])
+def test_a_start_without_a_sound_index_walks_the_folder(
+    documents: list[Document], store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    """Whatever became of the index, every object is found again; the start after that believes the new one."""
+    cache = tmp_path / "cache"
+    objects = _blocks(documents)
+    with edge_in_thread(store, cache) as edge:
+        for key in objects:
+            ask(edge.url, f"/{key}")
+        settle(edge.url)
+    if harm == "another boot":
+        # A power failure: the index was in use, and the boot is another one.
+        index = FileIndex(cache / "index")
+        assert index.load() is not None
+        monkeypatch.setattr("kvcdn.edge.index._boot_id", lambda: "the next boot")
+    index_file = cache / "index"
+    match harm:
+        case "missing":
+            index_file.unlink()
+        case "emptied":
+            index_file.write_bytes(b"")
+        case "garbage":
+            index_file.write_bytes(b"x" * 5000)
+        case "truncated":
+            os.truncate(index_file, index_file.stat().st_size - 4096)
+        case "a folder":
+            index_file.unlink()
+            index_file.mkdir()
+    for _ in range(2):
+        first = DiskCache(cache, 1 << 30)
+        assert set(objects) == set(first.snapshot())
+        assert sum(charge(len(data)) for data in objects.values()) == first.used
+        first.close()
+
+
+def test_an_index_that_names_what_is_gone_costs_a_refill(documents: list[Document], store: MemoryStore, tmp_path: Path) -> None:
+    """Files deleted, emptied or turned into links between two runs are found out when somebody asks, and counted."""
+    cache = tmp_path / "cache"
+    keys = list(_blocks(documents))[:3]
+    with edge_in_thread(store, cache) as edge:
+        for key in keys:
+            ask(edge.url, f"/{key}")
+        settle(edge.url)
+    files = {path.name[:64]: path for path in object_files(cache)}
+    gone, empty, link = (files[key[-64:]] for key in keys)
+    gone.unlink()
+    empty.write_bytes(b"")
+    link.rename(tmp_path / "target")
+    link.symlink_to(tmp_path / "target")
+    with edge_in_thread(store, cache) as edge:
+        assert 3 == len(edge.cache)
+        for key in keys:
+            assert _blocks(documents)[key] == ask(edge.url, f"/{key}").body
+        settle(edge.url)
+        assert {Harm.VANISHED: 2, Harm.RESIZED: 1} == dict(edge.cache.dropped)
+        assert 2 == metric(edge.url, 'kvcdn_edge_dropped_objects_total{harm="vanished"}')
+        assert 3 == len(object_files(cache))
+
+
+def test_the_index_knows_every_file_whenever_the_process_dies(tmp_path: Path) -> None:
+    """A copy of the folder between any two steps of storing and evicting is taken over without a file left over."""
+    cache = DiskCache(tmp_path / "cache", 1 << 20)
+    copies = []
+
+    def copy() -> None:
+        copies.append(shutil.copytree(tmp_path / "cache", tmp_path / f"copy-{len(copies)}"))
+
+    rename, unlink = Path.rename, Path.unlink
+
+    def renaming(self: Path, target: Path) -> Path:
+        copy()
+        done = rename(self, target)
+        copy()
+        return done
+
+    def unlinking(self: Path, missing_ok: bool = False) -> None:
+        copy()
+        unlink(self, missing_ok)
+        copy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", renaming)
+        patch.setattr(Path, "unlink", unlinking)
+        for number in range(4):
+            _store(cache, cache.reserve(_name(number), 500_000))
+    assert len(copies) >= 12
+    for folder in copies:
+        taken = DiskCache(folder, 1 << 20)
+        assert [] == list((folder / "staging").iterdir())
+        found = object_files(folder)
+        assert {f"{path.name[:64]}" for path in found} <= {key[-64:] for key in taken.snapshot()}
+        assert sum(path.stat().st_size for path in found) <= taken.used <= 1 << 20
+        taken.close()
+    cache.close()
+
+
+def test_nothing_is_stored_behind_a_closed_index(tmp_path: Path) -> None:
+    """A fill that a slow disk makes durable after the end of the cache leaves no file that the next one does not know."""
+    cache = DiskCache(tmp_path / "cache", 1 << 20)
+    room = cache.reserve(_name(1), 1000)
+    staging = Staging.within(room)
+    staging.write(bytes(1000), 0)
+    cache.close()
+    with pytest.raises(OSError, match="closed"):
+        staging.commit()
+    staging.discard()
+    assert 0 == disk_bytes(tmp_path / "cache")

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.block import SegmentVerifier, open_header
+from kvcdn.edge.storage import Harm
 from kvcdn.errors import CorruptError, UnavailableError
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
@@ -232,7 +233,7 @@ def test_a_down_origin_is_not_asked_every_time(document: Document, tmp_path: Pat
         while metric(edge.url, 'kvcdn_edge_origin_up{origin="0"}') == 0 and time.monotonic() < deadline:
             for one in documents[8:]:
                 ask(edge.url, f"/{one.manifest_key}")
-                edge.cache.drop_key(one.manifest_key, "the test asks again")
+                edge.cache.drop_key(one.manifest_key, Harm.DAMAGED, "the test asks again")
             time.sleep(0.1)
         assert 1 == metric(edge.url, 'kvcdn_edge_origin_up{origin="0"}')
 

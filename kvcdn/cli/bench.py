@@ -50,6 +50,26 @@ def ttft(
 
 
 @app.command()
+def restart(
+    objects: Annotated[int, typer.Option(min=1, help="Files in the cache.")] = 100_000,
+    runs: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 3,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """How long an edge with a full cache takes to start: by its index, and by a walk where there is none."""
+    from kvcdn.cli.bench_restart import measure_restart  # noqa: PLC0415 - see kvcdn.cli
+
+    result = measure_restart(objects, runs, note)
+    if as_json:
+        print_json(result)
+        return
+    rows = [
+        [name, f"{result[key]:.2f} s"] for name, key in (("index", "index_s"), ("walk", "walk_s"), ("empty cache", "empty_s"))
+    ]
+    print_table(["START BY", "READY AFTER"], rows)
+
+
+@app.command()
 def eviction(
     trace: Annotated[Path, typer.Option(help="JSON lines with hash_ids, a prompt's prefix blocks; .gz is read as well.")],
     capacity: Annotated[str, typer.Option(help="Cache sizes, in percent of the trace's distinct blocks.")] = "1,5,20,50",
