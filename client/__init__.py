@@ -1,6 +1,8 @@
 """The reader's side: find, fetch, verify and inject a published KV cache; prefill where that fails, and say why."""
 
-from kvcdn.client.client import Answer, Client, Prepared
-from kvcdn.client.report import MissReason, Report
+from kvcdn.client.answer import Answer, Continuation, Prepared
+from kvcdn.client.client import Client
+from kvcdn.client.report import Audited, MissReason, Report
+from kvcdn.client.streaming import AnswerStream
 
-__all__ = ["Answer", "Client", "MissReason", "Prepared", "Report"]
+__all__ = ["Answer", "AnswerStream", "Audited", "Client", "Continuation", "MissReason", "Prepared", "Report"]

@@ -12,32 +12,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
 
+from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.attempt import Attempt, Supply
 from kvcdn.client.explain import Explainer
 from kvcdn.client.explanation import Explanation
 from kvcdn.client.gate import Gate
-from kvcdn.client.generation import FirstTokenClock, refuse_what_we_own
+from kvcdn.client.generation import Generation
+from kvcdn.client.guard import mark, watch
 from kvcdn.client.local import LocalPrefixes
 from kvcdn.client.report import Report
 from kvcdn.client.samples import Conversation
 from kvcdn.client.shelf import Shelf
 from kvcdn.client.sources import open_source
+from kvcdn.client.streaming import AnswerStream, PieceStreamer, Stop
 from kvcdn.client.surroundings import look_around
+from kvcdn.client.tensors import read_prompts
 from kvcdn.client.transport import Source
 from kvcdn.client.views import View
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
 from kvcdn.keys import Namespace
 from kvcdn.model.adapters import attach_adapters, unwrapped
-from kvcdn.model.cache import cache_argument
 from kvcdn.model.checkpoint import Checkpoint
 from kvcdn.model.load import LoadedModel, bind_model, load_transformers
 from kvcdn.model.speed import remember_prefill
@@ -45,33 +47,8 @@ from kvcdn.model.tokens import Messages, Prompt, encode_chat, encode_text
 from kvcdn.signing import TrustList
 from kvcdn.stores.local import LocalStore
 
-PromptLike = str | Messages | Prompt
-"""Plain text, chat messages, or tokens with boundaries (`Prompt`)."""
-
-
-@dataclass
-class Prepared:
-    """What generate() takes: [1, n] ids and mask, and a cache of the first `report.tokens_reused` tokens."""
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    cache: Cache | None
-    report: Report
-    _argument: str = "past_key_values"
-
-    def inputs(self) -> dict[str, Any]:
-        """Keyword arguments for `model.generate`. Use them once: decoding grows the cache."""
-        inputs: dict[str, Any] = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
-        return inputs if self.cache is None else {**inputs, self._argument: self.cache}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the model wrote, and where its cache came from."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    report: Report
+PromptLike = str | Messages | Prompt | Mapping[str, Any]
+"""Plain text, chat messages, tokens with boundaries (`Prompt`), or a tokenizer's tensors."""
 
 
 class Client:
@@ -97,8 +74,9 @@ class Client:
         `checkpoint` names the files `model` was loaded from, where the model does not know; `adapters` the folder of each LoRA
         adapter by its name in the model; `trust` and `namespace` default to the user's trust list and the public namespace;
         `token` and `ca_file` are for edges; `audit` is the probability with which one block of a prompt is recomputed. In
-        `local_store` what was fetched is kept for other prompts and processes of this host: by default in the user's own, unless
-        the environment says otherwise (`LocalStore.configured`). Raises UsageError; an unsupported model is no error, but a miss.
+        `local_store` what was fetched is kept for other prompts and processes of this host: by default in the user's own,
+        unless the environment says otherwise (`LocalStore.configured`). Raises UsageError; an unsupported model is no error,
+        but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
@@ -110,7 +88,7 @@ class Client:
         self.namespace = namespace if isinstance(namespace, Namespace) else load_namespace(namespace)
         store = LocalStore.configured() if local_store == "configured" else local_store
         self._local = None if store is None else LocalPrefixes(store)
-        self._cache_argument = cache_argument(model.forward)
+        self._guard: RemovableHandle | None = None
         self.loaded: LoadedModel | None = None
         self._unsupported: UnsupportedModelError | None = None
         try:
@@ -139,10 +117,13 @@ class Client:
         return cls(transformer, tokenizer, source, checkpoint=checkpoint, adapters=names, **options)
 
     def close(self) -> None:
-        """Closes idle connections, and waits until what was fetched is kept."""
+        """Closes idle connections, waits until what was fetched is kept, and no longer watches over prepared caches."""
         self.source.close()
         if self._local is not None:
             self._local.close()
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
 
     def __enter__(self) -> Self:
         return self
@@ -160,9 +141,14 @@ class Client:
         return encode_chat(self.tokenizer, [*document, {"role": "user", "content": question}], answer_follows=True)
 
     def encode(self, prompt: PromptLike) -> Prompt:
-        """Tokenises a prompt as `generate` does."""
+        """Tokenises a prompt as `generate` does. Raises UsageError for tensors whose mask or positions say something else."""
         if isinstance(prompt, Prompt):
             return prompt
+        if isinstance(prompt, Mapping):
+            prompts = read_prompts(prompt)
+            if len(prompts) != 1:
+                raise UsageError(f"one prompt is asked for, and there are {len(prompts)} rows")
+            return prompts[0]
         if isinstance(prompt, str):
             return encode_text(self.tokenizer, prompt)
         return encode_chat(self.tokenizer, prompt, answer_follows=True)
@@ -177,6 +163,27 @@ class Client:
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 
+    def stream(self, prompt: PromptLike, **options: Any) -> AnswerStream:
+        """As `generate`, piece by piece: iterate over it for text; leaving early stops the model."""
+        started = time.perf_counter()
+        return self._stream(self.encode(prompt), started, options)
+
+    def stream_answer(self, document: str | Messages, question: str, **options: Any) -> AnswerStream:
+        """As `ask`, piece by piece."""
+        started = time.perf_counter()
+        return self._stream(self.question(document, question), started, options)
+
+    def _stream(self, prompt: Prompt, started: float, options: dict[str, Any]) -> AnswerStream:
+        if "streamer" in options:
+            raise UsageError("stream() is a streamer already", hint="use generate() with a streamer of your own")
+        Generation(self.model, self.tokenizer, prompt, options)  # what cannot be is told here, and not in the thread
+
+        def run(streamer: PieceStreamer, stop: Stop) -> Answer:
+            criteria = [*options.get("stopping_criteria", ()), stop]
+            return self._generate(prompt, started, {**options, "streamer": streamer, "stopping_criteria": criteria})
+
+        return AnswerStream(self.tokenizer, run)
+
     def ask(self, document: str | Messages, question: str, **options: Any) -> Answer:
         """Answers `question` on `document`; `options` as for `generate`."""
         started = time.perf_counter()
@@ -185,45 +192,46 @@ class Client:
     def generate(self, prompt: PromptLike, **options: Any) -> Answer:
         """Continues `prompt` from its longest published prefix; `options` go to the model's own generate.
 
-        The model starts before everything has arrived. Raises UsageError for several beams or sequences, whose caches differ.
+        The model starts before everything has arrived. Raises UsageError for options that would not be right beside a loaded
+        cache (`kvcdn.client.options`).
         """
         started = time.perf_counter()
         return self._generate(self.encode(prompt), started, options)
 
     def prepare(self, prompt: PromptLike) -> Prepared:
-        """Inputs for your own call of `model.generate`, complete and verified when this returns."""
+        """Inputs for your own call of `model.generate`, complete and verified when this returns.
+
+        Passes of the model beside their cache are compared with the prompt until the client is closed: other ids, masks or
+        positions raise UsageError.
+        """
         started = time.perf_counter()
-        encoded = self.encode(prompt)
-        report, attempt = self._attempt(encoded, started)
+        generation = Generation(self.model, self.tokenizer, self.encode(prompt), {})
+        report, attempt = self._attempt(generation.prompt, started)
         cache = None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
-        return self._prepared(encoded, report, cache)
+        if cache is not None:
+            mark(cache, generation.prompt.token_ids)
+            self._guard = self._guard or watch(self.model)
+        return generation.inputs(cache, report)
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
-        refuse_what_we_own(options, self.model)
+        generation = Generation(self.model, self.tokenizer, prompt, options)
         report, attempt = self._attempt(prompt, started)
-        clock = FirstTokenClock()
-        options = {**options, "stopping_criteria": [*options.get("stopping_criteria", ()), clock]}
         try:
-            with torch.inference_mode():
-                output = self._run(prompt, report, attempt, clock, options)
+            output = self._run(generation, report, attempt)
         finally:
             if attempt is not None:
                 attempt.close()
-        report.seconds["first_token"] = clock.at - started
+        report.seconds["first_token"] = generation.first_token_at - started
         report.seconds["total"] = time.perf_counter() - started
-        new = tuple(int(token) for token in output[0, len(prompt.token_ids) :])
-        return Answer(self.tokenizer.decode(new, skip_special_tokens=True), new, report)
+        return generation.answer(output, report)
 
-    def _run(
-        self, prompt: Prompt, report: Report, attempt: Attempt | None, clock: FirstTokenClock, options: dict[str, Any]
-    ) -> torch.Tensor:
+    def _run(self, generation: Generation, report: Report, attempt: Attempt | None) -> torch.Tensor:
         """Generates while the cache is still arriving; where it does not arrive, again from what did, or from nothing."""
         audit = attempt is not None and self._supply.gate.draw()
-        if attempt is not None and attempt.fetch is not None and "streamer" not in options and not audit:
+        if attempt is not None and attempt.fetch is not None and generation.may_start_early and not audit:
             try:
                 if attempt.vouched_for():
-                    streaming = self._prepared(prompt, report, attempt.streaming_cache())
-                    output: torch.Tensor = self.model.generate(**streaming.inputs(), **options)
+                    output = generation.run(generation.inputs(attempt.streaming_cache(), report))
                     attempt.record()
                     # By now every header is known, also of blocks that the first layer did not need.
                     if attempt.vouched_for():
@@ -232,12 +240,11 @@ class Client:
             except KvcdnError:
                 # Nothing was written yet: the first forward pass waits for every layer. `admitted_cache` meets the same error.
                 pass
-            clock.reset()
         cache = None if attempt is None else attempt.admitted_cache(audit=audit)
         started = time.perf_counter()
-        output = self.model.generate(**self._prepared(prompt, report, cache).inputs(), **options)
-        if cache is None and self.loaded is not None:
-            remember_prefill(self.loaded, len(prompt.token_ids), clock.at - started)
+        output = generation.run(generation.inputs(cache, report))
+        if cache is None and self.loaded is not None and generation.copies == 1:
+            remember_prefill(self.loaded, len(generation.prompt.token_ids), generation.first_token_at - started)
         return output
 
     def _attempt(self, prompt: Prompt, started: float) -> tuple[Report, Attempt | None]:
@@ -262,7 +269,3 @@ class Client:
 
     def _supply_for(self, loaded: LoadedModel) -> Supply:
         return Supply(self.source, Gate(loaded, self.trust, self._audit), self.namespace, self._local)
-
-    def _prepared(self, prompt: Prompt, report: Report, cache: Cache | None) -> Prepared:
-        ids = torch.tensor([prompt.token_ids], dtype=torch.long, device=self.model.device)
-        return Prepared(ids, torch.ones_like(ids), cache, report, self._cache_argument)

@@ -1,38 +1,83 @@
-"""Generation: what of the model's own generate() belongs to the client, and when its first token was there."""
+"""Generation: one call of the model's own generate(), from a prompt and a cache to an answer."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.cache_utils import Cache
 
-from kvcdn.errors import UsageError
-
-_OWNED = (
-    "input_ids",
-    "inputs",
-    "inputs_embeds",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache",
-    "cache_implementation",
-)
+from kvcdn.client.answer import Answer, Continuation, Prepared
+from kvcdn.client.options import check_options
+from kvcdn.client.report import Report
+from kvcdn.client.streaming import PieceStreamer
+from kvcdn.model.cache import cache_argument
+from kvcdn.model.tokens import Prompt
 
 
-def refuse_what_we_own(options: dict[str, Any], model: PreTrainedModel) -> None:
-    """Raises UsageError for options that would make a loaded cache silently wrong."""
-    for name in _OWNED:
-        if name in options:
-            raise UsageError(f"{name} is made by the client", hint="use prepare() and call model.generate yourself")
-    config = options.get("generation_config") or model.generation_config
-    for name in ("num_beams", "num_return_sequences"):
-        if (options.get(name) or getattr(config, name, None) or 1) > 1:
-            raise UsageError(
-                f"{name} above 1 needs one cache per sequence, which is not supported yet", hint="ask once per answer"
-            )
+class Generation:
+    """A call that may be tried again with another cache, as long as `started_writing` is False.
+
+    `first_token_at` is when the first token was there, on the clock of time.perf_counter, and 0 before.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping[str, Any]
+    ) -> None:
+        """Raises UsageError for options that are not right beside a loaded cache."""
+        checked = check_options(options, model, tokenizer)
+        self.prompt = prompt
+        self.copies = checked.copies
+        self._model = model
+        self._tokenizer = tokenizer
+        self._clock = FirstTokenClock()
+        self._options = {**checked.options, "stopping_criteria": [*options.get("stopping_criteria", ()), self._clock]}
+        self._streamer = options.get("streamer")
+
+    @property
+    def first_token_at(self) -> float:
+        return self._clock.at
+
+    @property
+    def may_start_early(self) -> bool:
+        """Whether it can be given a cache that is still arriving: if that fails, it must not have written anything."""
+        return self.copies == 1 and (self._streamer is None or isinstance(self._streamer, PieceStreamer))
+
+    def run(self, prepared: Prepared) -> torch.Tensor:
+        """Runs generate(); returns [sequences, tokens], the prompt's included. Raises what the cache's layers raise."""
+        self._clock.reset()
+        if isinstance(self._streamer, PieceStreamer):
+            self._streamer.begin()
+        if prepared.cache is not None and self.copies > 1:
+            prepared.cache.batch_repeat_interleave(self.copies)
+        with torch.inference_mode():
+            output: torch.Tensor = self._model.generate(**prepared.inputs(), **self._options)
+        return output
+
+    def inputs(self, cache: Cache | None, report: Report) -> Prepared:
+        """Ids and mask of the whole prompt beside `cache`."""
+        ids = torch.tensor([self.prompt.token_ids], dtype=torch.long, device=self._model.device)
+        return Prepared(ids, torch.ones_like(ids), cache, report, cache_argument(self._model.forward))
+
+    def answer(self, output: torch.Tensor, report: Report) -> Answer:
+        """What generate() wrote behind the prompt."""
+        rows = [tuple(row) for row in output[:, len(self.prompt.token_ids) :].tolist()]
+        if len(rows) > 1:
+            rows = [self._trimmed(row) for row in rows]
+        first, *others = [Continuation(self._tokenizer.decode(row, skip_special_tokens=True), row) for row in rows]
+        return Answer(first.text, first.token_ids, report, tuple(others))
+
+    def _trimmed(self, row: tuple[int, ...]) -> tuple[int, ...]:
+        """Up to the end of the sequence; behind it are only fillers, so that all rows are of one length."""
+        for config in (self._options.get("generation_config"), self._model.generation_config):
+            ends = self._options.get("eos_token_id", getattr(config, "eos_token_id", None))
+            if ends is not None:
+                ends = [ends] if isinstance(ends, int) else list(ends)
+                return row[: next((index + 1 for index, token in enumerate(row) if token in ends), len(row))]
+        return row
 
 
 class FirstTokenClock(StoppingCriteria):  # type: ignore[misc] # transformers is untyped here

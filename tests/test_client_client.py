@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 
 from kvcdn.client import Client, MissReason
 from kvcdn.client.transport import EdgeSource, StoreSource
-from kvcdn.errors import UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.tokens import Prompt, encode_text
 from kvcdn.origin.publish import Publisher
@@ -285,16 +284,6 @@ def test_an_unsupported_model_is_a_miss_by_name(published):
 
 
 # -- what the SDK owns -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"num_beams": 2}, {"num_return_sequences": 2}, {"attention_mask": None}, {"past_key_values": None}, {"inputs": 1}],
-)
-def test_options_that_would_be_silently_wrong_are_refused(published, option):
-    """Ids, mask and cache are made together; several sequences need several caches."""
-    with published.client() as client, pytest.raises(UsageError):
-        client.ask(published.text, QUESTION, **GREEDY, **option)
 
 
 def test_a_streamer_sees_the_answer_once(published, capsys):

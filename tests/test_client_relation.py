@@ -1,0 +1,174 @@
+"""The relation of cache to prompt: what the library would compute without a word, and wrongly, is told before it is used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvcdn import layout
+from kvcdn.client.tensors import read_prompts
+from kvcdn.errors import UsageError
+from kvcdn.model.cache import cache_argument
+from kvcdn.model.tokens import Prompt
+from support.published import publish_text
+from support.tiny import tiny_checkpoint
+
+BLOCK, TOKENS = 64, 2 * 64 + 20
+QUESTION = (17, 4, 250, 9, 33)
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+        return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("model"), dtype=torch.float32), tokens=TOKENS)
+
+
+def asked(published):
+    return Prompt((*published.token_ids, *QUESTION), (TOKENS,))
+
+
+def other_ids(inputs):
+    inputs["input_ids"] = inputs["input_ids"].clone()
+    inputs["input_ids"][0, -1] += 1
+
+
+def other_ids_before(inputs):
+    """Of which the library would only take the end, so that they could be anything: the question is shifted by one."""
+    inputs["input_ids"] = inputs["input_ids"][:, 1:]
+    inputs["attention_mask"] = inputs["attention_mask"][:, 1:]
+
+
+def a_hole(inputs):
+    inputs["attention_mask"][0, 40] = 0
+
+
+def left_padding(inputs):
+    inputs["input_ids"] = torch.cat([torch.ones(1, 3, dtype=torch.long), inputs["input_ids"]], 1)
+    inputs["attention_mask"] = torch.cat([torch.zeros(1, 3, dtype=torch.long), inputs["attention_mask"]], 1)
+
+
+def shifted_positions(inputs):
+    inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None] + 1
+
+
+def a_shorter_prompt(inputs):
+    inputs["input_ids"] = inputs["input_ids"][:, :100]
+    inputs["attention_mask"] = inputs["attention_mask"][:, :100]
+
+
+def only_the_question(inputs):
+    inputs["input_ids"] = inputs["input_ids"][:, -5:]
+    inputs["attention_mask"] = inputs["attention_mask"][:, -5:]
+
+
+def embeddings(inputs):
+    inputs["inputs_embeds"] = torch.zeros(1, inputs["input_ids"].shape[1], 64)
+
+
+WRONG = [
+    other_ids, other_ids_before, a_hole, left_padding, shifted_positions, a_shorter_prompt, embeddings,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
+def test_generate_beside_a_prepared_cache_is_watched(published, change):
+    """Inputs that do not belong to the cache raise before the model has run."""
+    with published.client() as client:
+        inputs = client.prepare(asked(published)).inputs()
+        change(inputs)
+        with pytest.raises(UsageError, match="the model was given"):
+            published.loaded.model.generate(**inputs, **GREEDY)
+
+
+@pytest.mark.parametrize("change", [other_ids, a_hole, shifted_positions], ids=lambda change: change.__name__)
+def test_so_is_forward(published, change):
+    """One's own decoding loop as well."""
+    with published.client() as client:
+        inputs = client.prepare(asked(published)).inputs()
+        inputs["input_ids"] = inputs["input_ids"][:, TOKENS:]
+        change(inputs)
+        if "position_ids" in inputs:
+            inputs["position_ids"] += TOKENS
+        with pytest.raises(UsageError):
+            published.loaded.model(**inputs)
+
+
+def test_right_inputs_pass_in_each_form(published):
+    """The whole prompt; the rest of it below a mask of all; chunks; beams; forward. And again once the client is closed."""
+    prompt, model = asked(published), published.loaded.model
+    ids = torch.tensor([prompt.token_ids])
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[0, ids.shape[1] :].tolist()
+    with published.client() as client:
+        assert alone == model.generate(**client.prepare(prompt).inputs(), **GREEDY)[0, ids.shape[1] :].tolist()
+        inputs = client.prepare(prompt).inputs()
+        inputs["input_ids"] = inputs["input_ids"][:, TOKENS:]
+        assert alone == model.generate(**inputs, **GREEDY)[0, len(QUESTION) :].tolist()
+        inputs = client.prepare(prompt).inputs()
+        assert alone == model.generate(**inputs, **GREEDY, prefill_chunk_size=2)[0, ids.shape[1] :].tolist()
+        prepared = client.prepare(prompt)
+        prepared.cache.batch_repeat_interleave(2)
+        model.generate(**prepared.inputs(), **GREEDY, num_beams=2)
+        prepared = client.prepare(prompt)
+        model(input_ids=ids[:, TOKENS:], **{cache_argument(model.forward): prepared.cache})
+        late = client.prepare(prompt)
+    # Closed: nobody watches any more, and no hook is left behind.
+    a_hole(inputs := late.inputs())
+    model.generate(**inputs, **GREEDY)
+    assert not model.model._forward_pre_hooks
+
+
+def test_tensors_of_a_tokenizer_are_a_prompt(published):
+    """With padding on the left, or none, of one row or several."""
+    tokenizer, ids = published.loaded.tokenizer, list(published.token_ids)
+    with published.client() as client:
+        answer = client.generate(tokenizer(published.text + "\n\nand", return_tensors="pt"), **GREEDY)
+        assert 2 * BLOCK == answer.report.tokens_reused
+        padded = {"input_ids": torch.tensor([[1, 1, *ids]]), "attention_mask": torch.tensor([[0, 0, *[1] * TOKENS]])}
+        assert Prompt(published.token_ids) == client.encode(padded)
+    rows = read_prompts({"input_ids": [[1, 5, 6], [7, 8, 9]], "attention_mask": [[0, 1, 1], [1, 1, 1]]})
+    assert [Prompt((5, 6)), Prompt((7, 8, 9))] == rows
+    counted = {
+        "input_ids": [[1, 5, 6]],
+        "attention_mask": [[0, 1, 1]],
+        "position_ids": [[0, 0, 1]],
+        "token_type_ids": [[0, 0, 0]],
+    }
+    assert [Prompt((5, 6))] == read_prompts(counted)
+
+
+IDS = {"input_ids": [[5, 6, 7, 8]]}
+
+UNCLEAR = {
+    "a hole": IDS | {"attention_mask": [[1, 0, 1, 1]]},
+    "padding on the right": IDS | {"attention_mask": [[1, 1, 1, 0]]},
+    "padding on both sides": IDS | {"attention_mask": [[0, 1, 1, 0]]},
+    "weights in the mask": IDS | {"attention_mask": [[1.0, 0.5, 1.0, 1.0]]},
+    "two in the mask": IDS | {"attention_mask": [[1, 2, 1, 1]]},
+    "a mask of another length": IDS | {"attention_mask": [[1, 1, 1]]},
+    "a causal mask": IDS | {"attention_mask": torch.ones(1, 1, 4, 4)},
+    "positions from 1": IDS | {"position_ids": [[1, 2, 3, 4]]},
+    "positions that restart": IDS | {"position_ids": [[0, 1, 0, 1]]},
+    "segments": IDS | {"token_type_ids": [[0, 0, 1, 1]]},
+    "an image": IDS | {"pixel_values": torch.zeros(1, 3, 2, 2)},
+    "embeddings": {"inputs_embeds": torch.zeros(1, 4, 64)},
+    "no ids": {},
+}
+
+
+@pytest.mark.parametrize("case", UNCLEAR)
+def test_tensors_that_say_something_else_are_refused(published, case):
+    """A cache would be at other positions than the prompt, or of something that no name covers."""
+    with published.client() as client, pytest.raises(UsageError):
+        client.generate(UNCLEAR[case], **GREEDY)
+
+
+def test_several_rows_are_not_one_prompt(published):
+    with published.client() as client, pytest.raises(UsageError, match="2 rows"):
+        client.generate({"input_ids": [[5, 6], [7, 8]]}, **GREEDY)

@@ -1,0 +1,119 @@
+"""Streams: pieces that add up to the answer, from threads that end when the reader leaves or the link fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from kvcdn import layout
+from kvcdn.client import MissReason
+from kvcdn.client.transport import EdgeSource
+from kvcdn.errors import UsageError
+from kvcdn.model.tokens import Prompt
+from kvcdn.signing import TrustList
+from support.faults import Fault, faulty_link
+from support.published import publish_text
+from support.tiny import tiny_checkpoint
+from support.web import running_web
+
+BLOCK, TOKENS = 64, 2 * 64 + 20
+QUESTION = (17, 4, 250, 9, 33)
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+        return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("model"), dtype=torch.float32), tokens=TOKENS)
+
+
+def asked(published):
+    return Prompt((*published.token_ids, *QUESTION), (TOKENS,))
+
+
+def streams():
+    return [thread for thread in threading.enumerate() if thread.name == "kvcdn-stream"]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_pieces_add_up_to_the_answer(published, trusted):
+    """From a loaded cache, streamed in or not, and from the model alone."""
+    with published.client(trust=published.trust if trusted else TrustList({})) as client:
+        expected = client.generate(asked(published), **GREEDY)
+        stream = client.stream(asked(published), **GREEDY)
+        assert expected.text == "".join(stream)
+        assert expected.token_ids == stream.answer.token_ids
+        assert (TOKENS if trusted else 0) == stream.answer.report.tokens_reused
+        question = client.ask(published.text, "so?", **GREEDY)
+        assert question.text == "".join(client.stream_answer(published.text, "so?", **GREEDY))
+        # Once more, after the end: nothing is left.
+        assert [] == list(stream)
+    assert [] == streams()
+
+
+def test_leaving_stops_the_model(published):
+    """After the token under way, however much was asked for; what was written until then is the answer."""
+    with published.client() as client:
+        stream = client.stream(asked(published), max_new_tokens=4000, eos_token_id=-1, do_sample=False)
+        for _ in stream:
+            break
+        assert [] == streams()
+        assert 1 <= len(stream.answer.token_ids) < 4000
+        with client.stream(asked(published), max_new_tokens=4000, eos_token_id=-1, do_sample=False) as stream:
+            pass
+        assert [] == streams()
+        # Not even looked at.
+        client.stream(asked(published), max_new_tokens=3, do_sample=False).close()
+
+
+@pytest.mark.parametrize("fault", [{"pass_bytes": 500}, {"pass_bytes": 20_000}, {"pass_bytes": 20_000, "stall": True}])
+def test_a_failing_link_does_not_repeat_a_piece(published, fault):
+    """The stream begins before everything is here, so that nothing may be written twice."""
+    expected = "".join(published.client(trust=TrustList({})).stream(asked(published), **GREEDY))
+    with running_web(published.store) as web, faulty_link(web.port) as link:
+        link.inject(Fault(when=b"GET /", **fault))
+        with published.client(EdgeSource(link.url, stall_seconds=0.5)) as client:
+            stream = client.stream(asked(published), **GREEDY)
+            assert expected == "".join(stream)
+            assert MissReason.UNAVAILABLE == stream.answer.report.reason
+
+
+def test_what_cannot_be_is_told_at_once(published):
+    """And what fails in the thread is raised to the reader."""
+    with published.client() as client:
+        with pytest.raises(UsageError, match="token_healing"):
+            client.stream(asked(published), token_healing=True)
+        with pytest.raises(UsageError, match="streamer already"):
+            client.stream(asked(published), streamer=object())
+        stream = client.stream(asked(published), max_new_tokens=-3)
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            list(stream)
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            _ = stream.answer
+
+
+def test_a_reader_gets_pieces_while_the_model_writes(published):
+    """Not all at the end."""
+    seen = []
+
+    def slow(_ids, _scores):
+        time.sleep(0.01)
+        seen.append(len(pieces))
+        return torch.tensor([False])
+
+    pieces: list[str] = []
+    with published.client() as client:
+        for piece in client.stream(
+            asked(published), max_new_tokens=40, do_sample=False, eos_token_id=-1, stopping_criteria=[slow]
+        ):
+            pieces.append(piece)  # noqa: PERF402 - the model looks at it meanwhile
+    assert 0 < seen[-1]
