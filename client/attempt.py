@@ -9,11 +9,11 @@ from transformers.cache_utils import Cache
 
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.gate import Gate
-from kvcdn.client.match import PublishedPrefix, find_published
+from kvcdn.client.match import PublishedPrefix, find_in_precisions
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.transport import Source
 from kvcdn.errors import KvcdnError, MismatchError
-from kvcdn.keys import Chain, Namespace
+from kvcdn.keys import Namespace
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.speed import prefill_speed
@@ -27,6 +27,8 @@ class Supply:
     source: Source
     gate: Gate
     namespace: Namespace
+    precisions: tuple[str, ...]
+    max_kl: float | None
 
 
 class Attempt:
@@ -41,6 +43,7 @@ class Attempt:
         self.report = report
         self._loaded = loaded
         self._supply = supply
+        self._identity = loaded.identity
         self._published = self._match()
         self.length = min(self._published.tokens, len(prompt.token_ids) - 1)
         self.fetch: PrefixFetch | None = self._start_fetch() if self.length > 0 else None
@@ -48,9 +51,12 @@ class Attempt:
 
     def _match(self) -> PublishedPrefix:
         started = time.perf_counter()
-        chain = Chain(self._loaded.identity, self._supply.namespace, self.prompt.token_ids)
+        supply = self._supply
         try:
-            return find_published(self._supply.source, chain, self.prompt.boundaries)
+            self._identity, published = find_in_precisions(
+                supply.source, self._identity, supply.precisions, supply.namespace, self.prompt
+            )
+            return published
         except KvcdnError as error:
             self.report.miss(error)
             return PublishedPrefix(())
@@ -60,12 +66,13 @@ class Attempt:
     def _start_fetch(self) -> PrefixFetch:
         return PrefixFetch(
             self._supply.source,
-            self._loaded.identity,
+            self._identity,
             self._published.blocks,
             length=self.length,
             capacity=len(self.prompt.token_ids) + GROWTH_TOKENS,
             device=self._loaded.model.device,
             trust=self._supply.gate.trust,
+            max_kl=self._supply.max_kl,
         )
 
     def _explain_short_match(self) -> None:
@@ -115,6 +122,7 @@ class Attempt:
             return
         fetch.close()
         report.tokens_reused = self.length
+        report.precision = self._identity.precision
         report.blocks_reused = len(self._published.blocks)
         report.bytes_fetched = fetch.bytes_fetched
         report.bytes_raw = self._loaded.identity.layout.needed_bytes(self.length)

@@ -28,7 +28,7 @@ from kvcdn.client.sources import open_source
 from kvcdn.client.transport import Source
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
-from kvcdn.keys import Namespace
+from kvcdn.keys import PRECISION_NATIVE, Namespace, read_precisions
 from kvcdn.model.adapters import attach_adapters, unwrapped
 from kvcdn.model.cache import cache_argument
 from kvcdn.model.checkpoint import Checkpoint
@@ -81,13 +81,16 @@ class Client:
         namespace: str | Namespace | None = None,
         token: str | None = None,
         audit: float = 0.0,
+        precision: str | Sequence[str] = PRECISION_NATIVE,
+        max_kl: float | None = None,
     ) -> None:
         """Binds a loaded model, which may be a model of peft, to its checkpoint and opens `source`.
 
         `checkpoint` names the files `model` was loaded from, where the model does not know; `adapters` the folder of each LoRA
         adapter by its name in the model; `trust` and `namespace` default to the user's trust list and the public namespace;
-        `audit` is the probability with which one block of a prompt is recomputed. Raises UsageError; an unsupported model is no
-        error, but a miss.
+        `audit` is the probability with which one block of a prompt is recomputed. `precision` lists what is accepted, most
+        wanted first, by default exact KV only; lossy KV whose certificate says that its mean next-token divergence is above
+        `max_kl` nats is a miss. Raises UsageError; an unsupported model is no error, but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
@@ -96,6 +99,8 @@ class Client:
         self.source = open_source(source, token=token) if isinstance(source, str) else source
         self.trust = load_trust() if trust is None else trust
         self._audit = audit
+        self.precisions = read_precisions(precision)
+        self.max_kl = max_kl
         self.namespace = namespace if isinstance(namespace, Namespace) else load_namespace(namespace)
         self._cache_argument = cache_argument(model.forward)
         self.loaded: LoadedModel | None = None
@@ -237,7 +242,7 @@ class Client:
         return loaded
 
     def _supply_for(self, loaded: LoadedModel) -> Supply:
-        return Supply(self.source, Gate(loaded, self.trust, self._audit), self.namespace)
+        return Supply(self.source, Gate(loaded, self.trust, self._audit), self.namespace, self.precisions, self.max_kl)
 
     def _prepared(self, prompt: Prompt, report: Report, cache: Cache | None) -> Prepared:
         ids = torch.tensor([prompt.token_ids], dtype=torch.long, device=self.model.device)

@@ -13,9 +13,11 @@ from kvcdn.cli.options import (
     Device,
     Edge,
     Endpoint,
+    MaxKl,
     Model,
     NamespaceName,
     Origin,
+    Precisions,
     Token,
     TrustFile,
     open_source,
@@ -37,6 +39,8 @@ def ask(
     namespace: NamespaceName = None,
     trust: TrustFile = None,
     device: Device = "cpu",
+    precision: Precisions = "native",
+    max_kl: MaxKl = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
     *,
     chat: Chat = False,
@@ -54,7 +58,8 @@ def ask(
     quiet_libraries()
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
 
-    with Client.load(model, source, device=device, adapters=adapter or (), trust=trusted, namespace=namespace) as client:
+    options = {"trust": trusted, "namespace": namespace, "precision": precision, "max_kl": max_kl}
+    with Client.load(model, source, device=device, adapters=adapter or (), **options) as client:
         answer = client.ask(content, question, max_new_tokens=max_tokens, do_sample=False)
     if as_json:
         print_json({"answer": answer.text, "token_ids": list(answer.token_ids), "report": answer.report.to_json()})
