@@ -10,7 +10,10 @@ from kvcdn.fields import Fields
 from kvcdn.keys import PRECISION_NATIVE
 
 MICRO = 1_000_000
-"""Fractions and nats are counted in millionths: canonical JSON has no floating point."""
+"""Fractions and perplexities are counted in millionths: canonical JSON has no floating point."""
+
+NANO = 1_000_000_000
+"""Divergences are counted in billionths of a nat."""
 
 MAX_VALUE = (1 << 53) - 1
 
@@ -22,7 +25,7 @@ class Certificate:
     """Distances of the published KV from the exact one, over the document's last `continuation` tokens, teacher-forced.
 
     `kl_mean` and `kl_p99` are of KL(exact || published) of the next-token distributions, `kl_recompute` is the mean for an
-    exact KV that was computed in passes of another length, all in millionths of a nat. `top1` is the share of equal most likely
+    exact KV that was computed in passes of another length, all in billionths of a nat. `top1` is the share of equal most likely
     tokens in millionths. `greedy_equal` of `greedy_total` tokens behind the document are equal, counted from the first.
     The perplexities of the continuation are in millionths.
     """
@@ -39,7 +42,7 @@ class Certificate:
 
     def meets(self, max_kl: float | None) -> bool:
         """Whether the mean divergence is at most `max_kl` nats; None accepts all."""
-        return max_kl is None or self.kl_mean <= max_kl * MICRO
+        return max_kl is None or self.kl_mean <= round(max_kl * NANO)
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)
@@ -59,7 +62,7 @@ class Certificate:
     def __str__(self) -> str:
         noise = f"{self.kl_mean / self.kl_recompute:.1f} x recompute noise" if self.kl_recompute else "no recompute noise"
         return (
-            f"KL {self.kl_mean / MICRO:.5f} ({noise}; p99 {self.kl_p99 / MICRO:.4f}), top-1 {self.top1 / MICRO:.1%},"
+            f"KL {self.kl_mean / NANO:.5f} ({noise}; p99 {self.kl_p99 / NANO:.4f}), top-1 {self.top1 / MICRO:.1%},"
             f" {self.greedy_equal} of {self.greedy_total} greedy tokens equal, perplexity {self.perplexity / MICRO:.3f}"
             f" (exact {self.perplexity_exact / MICRO:.3f}), over {self.continuation} tokens"
         )

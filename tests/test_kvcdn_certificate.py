@@ -9,7 +9,7 @@ import pytest
 from kvcdn.certificate import Certificate
 from kvcdn.errors import CorruptError
 
-SOUND = Certificate(256, 30, 32, 1_900, 20_000, 1_700, 12_345_678, 12_300_000, 984_375)
+SOUND = Certificate(256, 30, 32, 1_900_000, 20_000_000, 1_700_000, 12_345_678, 12_300_000, 984_375)
 
 
 def test_reads_what_it_writes() -> None:
@@ -50,7 +50,7 @@ def test_bounds() -> None:
     """A bound is met by what equals it."""
     assert SOUND.meets(None)
     assert SOUND.meets(0.0019)
-    assert not SOUND.meets(0.001_899)
+    assert not SOUND.meets(0.001_899_999)
 
 
 def test_line_for_people() -> None:

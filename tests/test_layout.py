@@ -105,7 +105,13 @@ def test_imports_point_inwards(package: str, path: Path) -> None:
     """A module imports its own room and those that the table allows: siblings never meet."""
     _, allowed, _ = rooms()[package]
     reached = {room_of(module) for module in imports(package, path) if module.split(".")[0] == "kvcdn"}
-    names = {"core": "kvcdn", "stores": "kvcdn.stores", "model": "kvcdn.model", "access": "kvcdn.access", "codecs": "kvcdn.codecs"}
+    names = {
+        "core": "kvcdn",
+        "stores": "kvcdn.stores",
+        "model": "kvcdn.model",
+        "access": "kvcdn.access",
+        "codecs": "kvcdn.codecs",
+    }
     may = set(rooms()) if "everything" in allowed else {package, *(names[word] for word in allowed)}
     assert set() == reached - may
 

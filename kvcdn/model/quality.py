@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache
 
-from kvcdn.certificate import MICRO, Certificate
+from kvcdn.certificate import MICRO, NANO, Certificate
 from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.model.cache import build_cache, cache_argument, make_layer, output_cache
 from kvcdn.model.load import LoadedModel
@@ -83,10 +83,12 @@ class Judge:
         found = self._compare(other)
         greedy = self._continue(kv)
         equal = next((index for index, pair in enumerate(zip(greedy, self._greedy, strict=True)) if pair[0] != pair[1]), None)
-        numbers = (found.mean, found.p99, self.recompute, self._perplexity(other), self._perplexity(self._exact), found.top1)
-        if not torch.isfinite(torch.tensor(numbers)).all():
+        divergences = (found.mean, found.p99, self.recompute)
+        fractions = (self._perplexity(other), self._perplexity(self._exact), found.top1)
+        if not torch.isfinite(torch.tensor([*divergences, *fractions])).all():
             raise UnsupportedModelError(f"{self._loaded.identity.name} gives no finite expectations on this document")
-        kl, p99, recompute, perplexity, perplexity_exact, top1 = (round(number * MICRO) for number in numbers)
+        kl, p99, recompute = (round(number * NANO) for number in divergences)
+        perplexity, perplexity_exact, top1 = (round(number * MICRO) for number in fractions)
         return Certificate(
             continuation=self.continuation,
             greedy_equal=GREEDY_TOKENS if equal is None else equal,
