@@ -31,7 +31,6 @@ from kvcdn.model.speed import remember_prefill
 from kvcdn.model.tokens import Prompt
 from kvcdn.seal import ObjectKeys
 
-
 _TOLERANCE = 2
 """A lossy KV is sound up to this many times the divergence that its publisher measured: another stack rounds otherwise."""
 
@@ -201,9 +200,7 @@ def _as_published(fetch: PrefixFetch, name: BlockName) -> bool:
     return True
 
 
-def _first_difference(
-    loaded: LoadedModel, prefill: ScheduledPrefill, fetch: PrefixFetch, token_ids: tuple[int, ...]
-) -> str:
+def _first_difference(loaded: LoadedModel, prefill: ScheduledPrefill, fetch: PrefixFetch, token_ids: tuple[int, ...]) -> str:
     """Where a local prefill on the schedule first differs from the loaded tensors; empty where it is the same to the bit."""
     first = ""
     for block in prefill.run(token_ids):

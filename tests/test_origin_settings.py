@@ -175,7 +175,13 @@ def test_environment_alone_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in given.items():
         monkeypatch.setenv(f"KVCDN_PUBLISHER_{name.upper()}", value)
     settings = load_settings(None, {})
-    typed = {"adapters": (Path("/a"), Path("/b")), "key_file": Path("/k"), "trust_file": Path("/t"), "days": 30, "min_quality": 0.002}
+    typed = {
+        "adapters": (Path("/a"), Path("/b")),
+        "key_file": Path("/k"),
+        "trust_file": Path("/t"),
+        "days": 30,
+        "min_quality": 0.002,
+    }
     assert {**given, **typed} == settings.model_dump()
     monkeypatch.setenv("KVCDN_PUBLISHER_DAYS", "")
     assert load_settings(None, {}).days is None
