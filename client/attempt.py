@@ -10,11 +10,11 @@ from transformers.cache_utils import Cache
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.gate import Gate
 from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes
-from kvcdn.client.match import PublishedPrefix, find_published
+from kvcdn.client.match import PublishedPrefix, find_in_precisions
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.transport import Source
 from kvcdn.errors import KvcdnError, MismatchError
-from kvcdn.keys import Chain, Namespace
+from kvcdn.keys import PRECISION_NATIVE, Chain, Namespace
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.speed import prefill_speed
@@ -28,6 +28,8 @@ class Supply:
     source: Source
     gate: Gate
     namespace: Namespace
+    precisions: tuple[str, ...]
+    max_kl: float | None
     local: LocalPrefixes | None = None
 
 
@@ -44,19 +46,21 @@ class Attempt:
         self._loaded = loaded
         self._supply = supply
         self._fetched: FetchedPrefix | None = None
+        self._identity = loaded.identity
         chain = Chain(loaded.identity, supply.namespace, prompt.token_ids)
         self._local = self._find_local(chain)
         if self._local is not None and self._local.suffices(chain, prompt.boundaries):
             self._published = PublishedPrefix(self._local.blocks)
         else:
-            self._published = self._match(chain)
+            self._published = self._match()
             self._prefer_longer()
         self.length = min(self._published.tokens, len(prompt.token_ids) - 1)
         self.fetch: PrefixFetch | None = self._start_fetch() if self.length > 0 and self._local is None else None
         self._explain_short_match()
 
     def _find_local(self, chain: Chain) -> LocalPrefix | None:
-        if self._supply.local is None:
+        # What is kept is exact: it is better than any lossy form, and taken by whoever takes exact KV at all.
+        if self._supply.local is None or PRECISION_NATIVE not in self._supply.precisions:
             return None
         started, trust = time.perf_counter(), self._supply.gate.trust
         try:
@@ -70,14 +74,18 @@ class Attempt:
     def _prefer_longer(self) -> None:
         """Of what is here and what is published, takes the longer; where they are equally long, what is here."""
         if self._local is not None and self._local.tokens >= self._published.tokens:
-            self._published = PublishedPrefix(self._local.blocks)
+            self._published, self._identity = PublishedPrefix(self._local.blocks), self._loaded.identity
         else:
             self._local = None
 
-    def _match(self, chain: Chain) -> PublishedPrefix:
+    def _match(self) -> PublishedPrefix:
         started = time.perf_counter()
+        supply = self._supply
         try:
-            return find_published(self._supply.source, chain, self.prompt.boundaries)
+            self._identity, published = find_in_precisions(
+                supply.source, self._identity, supply.precisions, supply.namespace, self.prompt
+            )
+            return published
         except KvcdnError as error:
             self.report.miss(error)
             return PublishedPrefix(())
@@ -87,14 +95,15 @@ class Attempt:
     def _start_fetch(self) -> PrefixFetch:
         fetch = PrefixFetch(
             self._supply.source,
-            self._loaded.identity,
+            self._identity,
             self._published.blocks,
             length=self.length,
             capacity=len(self.prompt.token_ids) + GROWTH_TOKENS,
             device=self._loaded.model.device,
             trust=self._supply.gate.trust,
+            max_kl=self._supply.max_kl,
         )
-        if self._supply.local is not None:
+        if self._supply.local is not None and self._identity.precision == PRECISION_NATIVE:
             # Where the prompt ends with a block, the model reads its last token itself, and writes over the row.
             blocks = tuple(name for name in self._published.blocks if name.end <= self.length)
             self._fetched = FetchedPrefix.of(fetch, self._loaded.identity, blocks, self._supply.gate.trust)
@@ -156,6 +165,7 @@ class Attempt:
         else:
             return
         report.tokens_reused = self.length
+        report.precision = self._identity.precision
         report.blocks_reused = len(self._published.blocks)
         report.bytes_raw = self._loaded.identity.layout.needed_bytes(self.length)
         speed = prefill_speed(self._loaded)

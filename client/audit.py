@@ -21,9 +21,13 @@ from kvcdn.signing import PublicKey
 
 
 def auditable(loaded: LoadedModel, layers: Sequence[Any], headers: Headers) -> list[BlockHeader]:
-    """The blocks, in order, that can be recomputed from what `layers` hold: all of them where no layer has a window."""
+    """The blocks, in order, that can be recomputed from what `layers` hold: all exact ones where no layer has a window.
+
+    Lossy blocks differ from what is recomputed; what is wrong with them is for `verify` to say, which measures.
+    """
     specs = loaded.identity.layout.layers
-    return [header for _, header in sorted(headers.items()) if earliest_start(layers, header.start, specs) == header.start]
+    exact = [header for _, header in sorted(headers.items()) if header.certificate is None]
+    return [header for header in exact if earliest_start(layers, header.start, specs) == header.start]
 
 
 def choose_blocks(blocks: Sequence[BlockHeader], count: int) -> list[BlockHeader]:

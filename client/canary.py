@@ -17,6 +17,7 @@ from kvcdn import __version__
 from kvcdn.block import BlockHeader
 from kvcdn.digest import Digest
 from kvcdn.errors import MismatchError
+from kvcdn.keys import EXACT_TOKENS
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.recompute import Span, compare_span, earliest_start
 from kvcdn.model.remembered import Remembered
@@ -86,12 +87,15 @@ class Canary:
             if header.publisher not in seen and header.start < length:
                 start = earliest_start(layers, header.start, specs)
                 last = min(header.start + header.tokens, length)
+                if header.certificate is not None:
+                    # Lossy, but for its first tokens (FORMAT.md 2.5): what is behind them cannot be told from loss.
+                    last = min(last, EXACT_TOKENS) if start == 0 else 0
                 if start is not None and start < last:
                     seen.add(header.publisher)
                     end = min(start + HEAD_TOKENS, last)
                     yield header, Span(start, end)
-        if headers:
-            tail = headers[max(headers)]
+        tail = headers[max(headers)] if headers else None
+        if tail is not None and tail.certificate is None:
             last = min(tail.start + tail.tokens, length)
             start = earliest_start(layers, max(last - TAIL_TOKENS, tail.start, end), specs)
             if start is not None and start < last:

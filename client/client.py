@@ -38,7 +38,7 @@ from kvcdn.client.transport import Source
 from kvcdn.client.views import View
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
-from kvcdn.keys import Namespace
+from kvcdn.keys import PRECISION_NATIVE, Namespace, read_precisions
 from kvcdn.model.adapters import attach_adapters, unwrapped
 from kvcdn.model.checkpoint import Checkpoint
 from kvcdn.model.load import LoadedModel, bind_model, load_transformers
@@ -68,6 +68,8 @@ class Client:
         ca_file: str | None = None,
         audit: float = 0.0,
         local_store: LocalStore | Literal["configured"] | None = "configured",
+        precision: str | Sequence[str] = PRECISION_NATIVE,
+        max_kl: float | None = None,
     ) -> None:
         """Binds a loaded model, which may be a model of peft, to its checkpoint and opens `source`, see `open_source`.
 
@@ -75,8 +77,9 @@ class Client:
         adapter by its name in the model; `trust` and `namespace` default to the user's trust list and the public namespace;
         `token` and `ca_file` are for edges; `audit` is the probability with which one block of a prompt is recomputed. In
         `local_store` what was fetched is kept for other prompts and processes of this host: by default in the user's own,
-        unless the environment says otherwise (`LocalStore.configured`). Raises UsageError; an unsupported model is no error,
-        but a miss.
+        unless the environment says otherwise (`LocalStore.configured`). `precision` lists what is accepted, most wanted first,
+        by default exact KV only; lossy KV whose certificate says that its mean next-token divergence is above `max_kl` nats is
+        a miss. Raises UsageError; an unsupported model is no error, but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
@@ -85,6 +88,8 @@ class Client:
         self.source = open_source(source, token=token, ca_file=ca_file) if isinstance(source, str | Sequence) else source
         self.trust = load_trust() if trust is None else trust
         self._audit = audit
+        self.precisions = read_precisions(precision)
+        self.max_kl = max_kl
         self.namespace = namespace if isinstance(namespace, Namespace) else load_namespace(namespace)
         store = LocalStore.configured() if local_store == "configured" else local_store
         self._local = None if store is None else LocalPrefixes(store)
@@ -268,4 +273,5 @@ class Client:
         return loaded
 
     def _supply_for(self, loaded: LoadedModel) -> Supply:
-        return Supply(self.source, Gate(loaded, self.trust, self._audit), self.namespace, self._local)
+        gate = Gate(loaded, self.trust, self._audit)
+        return Supply(self.source, gate, self.namespace, self.precisions, self.max_kl, self._local)

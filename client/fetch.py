@@ -22,7 +22,7 @@ import torch
 from kvcdn.block import BlockHeader, open_header, open_segment
 from kvcdn.client.source import ObjectReader, Source
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
-from kvcdn.errors import CorruptError, KvcdnError, UnavailableError
+from kvcdn.errors import CorruptError, KvcdnError, QualityError, UnavailableError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.model.cache import make_layer
 from kvcdn.model.prefill import tensor_bytes
@@ -65,8 +65,11 @@ class PrefixFetch:
         device: torch.device,
         trust: TrustList,
         whole: bool = False,
+        max_kl: float | None = None,
     ) -> None:
         """`length` tokens are shown to the model, at most as many as the blocks hold; `capacity` tokens are allocated.
+
+        A block whose certificate is worse than `max_kl` ends the fetch with QualityError.
 
         `whole` reads every row of every layer, also those that no window reaches.
         """
@@ -74,6 +77,7 @@ class PrefixFetch:
         self._model = model
         self._blocks = blocks
         self._trust = trust
+        self._max_kl = max_kl
         self._lock = threading.Lock()
         self._error: KvcdnError | None = None
         self._usable = len(blocks)
@@ -256,6 +260,8 @@ class PrefixFetch:
         header = open_header(envelope, what)
         self._trust.require(header.publisher, what)
         header.require(self._model, name, what)
+        if header.certificate is not None and not header.certificate.meets(self._max_kl):
+            raise QualityError(f"{what}: {header.certificate}; you accept a mean KL of {self._max_kl:g} at most")
         with self._lock:
             self.bytes_fetched += header.envelope_bytes
             self.headers[name.index] = header

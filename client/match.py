@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvcdn.client.transport import Source
-from kvcdn.keys import BlockName, Chain
+from kvcdn.keys import BlockName, Chain, ModelIdentity, Namespace
+from kvcdn.model.tokens import Prompt
 
 _BOUNDARIES_TRIED = 8
 """Shorter tails tried, longest first, where the longest is not published: each costs a request."""
@@ -20,6 +22,25 @@ class PublishedPrefix:
     @property
     def tokens(self) -> int:
         return self.blocks[-1].end if self.blocks else 0
+
+
+def find_in_precisions(
+    source: Source, model: ModelIdentity, precisions: Sequence[str], namespace: Namespace, prompt: Prompt
+) -> tuple[ModelIdentity, PublishedPrefix]:
+    """The longest published prefix in one of `precisions`, and the model in that precision; of equally long ones, the first.
+
+    A precision in which the prompt's document is published ends the search.
+    """
+    offered = min(prompt.boundaries, default=len(prompt.token_ids))
+    best: tuple[ModelIdentity, PublishedPrefix] | None = None
+    for precision in precisions:
+        identity = replace(model, precision=precision)
+        found = find_published(source, Chain(identity, namespace, prompt.token_ids), prompt.boundaries)
+        if best is None or found.tokens > best[1].tokens:
+            best = identity, found
+        if found.tokens >= offered:
+            break
+    return best or (model, PublishedPrefix(()))
 
 
 def find_published(source: Source, chain: Chain, boundaries: tuple[int, ...]) -> PublishedPrefix:

@@ -11,10 +11,12 @@ from kvcdn.errors import (
     KvcdnError,
     MismatchError,
     NotFoundError,
+    QualityError,
     UnavailableError,
     UnsupportedModelError,
     UntrustedError,
 )
+from kvcdn.keys import PRECISION_NATIVE
 
 
 class MissReason(enum.StrEnum):
@@ -26,6 +28,7 @@ class MissReason(enum.StrEnum):
     UNTRUSTED = "untrusted"
     MISMATCH = "mismatch"
     UNSUPPORTED_MODEL = "unsupported-model"
+    QUALITY = "quality"
     REFUSED = "refused"
 
     @classmethod
@@ -35,6 +38,7 @@ class MissReason(enum.StrEnum):
             (NotFoundError, cls.NOT_PUBLISHED),
             (UntrustedError, cls.UNTRUSTED),
             (MismatchError, cls.MISMATCH),
+            (QualityError, cls.QUALITY),
             (CorruptError, cls.CORRUPT),
             (UnavailableError, cls.UNAVAILABLE),
             (UnsupportedModelError, cls.UNSUPPORTED_MODEL),
@@ -78,6 +82,7 @@ class Report:
     blocks_reused: int = 0
     bytes_fetched: int = 0
     bytes_raw: int = 0
+    precision: str = PRECISION_NATIVE
     reason: MissReason | None = None
     detail: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -100,6 +105,8 @@ class Report:
         line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused, {self.bytes_fetched / 1e6:.1f} MB fetched"
         if self.tokens_local:
             line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused from this host's store"
+        elif self.precision != PRECISION_NATIVE:
+            line += f" in {self.precision}"
         if "first_token" in self.seconds:
             line += f", first token after {self.seconds['first_token']:.2f} s"
         if self.seconds_saved is not None:

@@ -2,7 +2,8 @@
 
 Three different questions, never mixed: are the loaded tensors the published ones (signature, hash, AEAD, and a keyed
 digest of the raw tensors); does a local prefill on the publisher's schedule give the same bits (on the same software
-stack it does); and how far is both from one pass over the whole text (as far as any two kernels are).
+stack it does); and how far is both from one pass over the whole text (as far as any two kernels are). Of a lossy precision
+the second cannot be asked: its certificate is measured again instead.
 """
 
 from __future__ import annotations
@@ -17,16 +18,21 @@ import torch
 from kvcdn.client.audit import audit_block, auditable, choose_blocks, find_culprit
 from kvcdn.client.client import Client
 from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.match import PublishedPrefix, find_published
+from kvcdn.client.match import PublishedPrefix, find_in_precisions
 from kvcdn.client.report import Audited
 from kvcdn.errors import NotFoundError
-from kvcdn.keys import BlockName, Chain
+from kvcdn.keys import BlockName
 from kvcdn.layout import KINDS
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument, output_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
+from kvcdn.model.quality import Judge
 from kvcdn.model.speed import remember_prefill
+from kvcdn.model.tokens import Prompt
 from kvcdn.seal import ObjectKeys
+
+_TOLERANCE = 2
+"""A lossy KV is sound up to this many times the divergence that its publisher measured: another stack rounds otherwise."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """The answers, for the first `tokens` tokens of the document."""
+    """The answers, for the first `tokens` tokens of the document.
 
+    In a lossy precision there are two certificates, that of the last block and the same measured here.
+    """
+
+    precision: str
     tokens: int
     blocks: int
     loaded_equals_published: bool
@@ -57,10 +67,15 @@ class Verification:
     producer: dict[str, Any]
     prefill_seconds: float
     one_pass: Difference
+    certificate: dict[str, int] | None
+    measured: dict[str, int] | None
 
     @property
     def sound(self) -> bool:
         """False where something is wrong, and not merely computed elsewhere."""
+        if self.certificate is not None and self.measured is not None:
+            noise = max(self.certificate["kl_mean"], self.certificate["kl_recompute"], self.measured["kl_recompute"])
+            return self.loaded_equals_published and self.measured["kl_mean"] <= _TOLERANCE * noise
         return self.loaded_equals_published and (self.bit_identical or not self.same_stack)
 
     def to_json(self) -> dict[str, Any]:
@@ -118,12 +133,20 @@ def verify_prefix(
     equal = all(_as_published(fetch, name) for name in published.blocks)
     progress(f"prefilling {tokens:,} tokens on the publisher's schedule")
     started = time.perf_counter()
-    difference = _first_difference(loaded, fetch, token_ids[:tokens])
+    prefill = ScheduledPrefill(loaded.model, loaded.identity.layout, tokens)
+    difference = _first_difference(loaded, prefill, fetch, token_ids[:tokens])
     seconds = time.perf_counter() - started
     remember_prefill(loaded, tokens, seconds)
+    last = fetch.headers[published.blocks[-1].index]
+    measured = None
+    if last.certificate is not None:
+        progress(f"measuring the certificate of {last.precision} again")
+        held = [layer.rows(0, tokens) for layer in fetch.layers]
+        measured = Judge(loaded, token_ids[:tokens], prefill.rows(tokens)).certify(held)
     progress(f"prefilling {tokens:,} tokens in one pass")
     producer = fetch.headers[0].producer
     return Verification(
+        precision=last.precision,
         tokens=tokens,
         blocks=len(published.blocks),
         loaded_equals_published=equal,
@@ -133,6 +156,8 @@ def verify_prefix(
         producer=producer.to_json(),
         prefill_seconds=round(seconds, 3),
         one_pass=_against_one_pass(loaded, fetch, token_ids[:tokens], greedy),
+        certificate=last.certificate.to_json() if last.certificate else None,
+        measured=measured.to_json() if measured else None,
     )
 
 
@@ -141,7 +166,9 @@ def _load_whole(
 ) -> tuple[LoadedModel, PublishedPrefix, PrefixFetch]:
     """Loads every row of what is published of `token_ids`, with room for `beyond` more tokens."""
     loaded = client.current()
-    published = find_published(client.source, Chain(loaded.identity, client.namespace, token_ids), (len(token_ids),))
+    identity, published = find_in_precisions(
+        client.source, loaded.identity, client.precisions, client.namespace, Prompt(token_ids, (len(token_ids),))
+    )
     if not published.blocks:
         raise NotFoundError(
             f"nothing of this document is published at {client.source.url} for {loaded.identity.name} in this namespace",
@@ -150,13 +177,14 @@ def _load_whole(
     progress(f"loading {published.tokens:,} tokens")
     fetch = PrefixFetch(
         client.source,
-        loaded.identity,
+        identity,
         published.blocks,
         length=published.tokens,
         capacity=published.tokens + beyond + GROWTH_TOKENS,
         device=loaded.model.device,
         trust=client.trust,
         whole=True,
+        max_kl=client.max_kl,
     )
     fetch.wait()
     return loaded, published, fetch
@@ -172,10 +200,10 @@ def _as_published(fetch: PrefixFetch, name: BlockName) -> bool:
     return True
 
 
-def _first_difference(loaded: LoadedModel, fetch: PrefixFetch, token_ids: tuple[int, ...]) -> str:
+def _first_difference(loaded: LoadedModel, prefill: ScheduledPrefill, fetch: PrefixFetch, token_ids: tuple[int, ...]) -> str:
     """Where a local prefill on the schedule first differs from the loaded tensors; empty where it is the same to the bit."""
     first = ""
-    for block in ScheduledPrefill(loaded.model, loaded.identity.layout, len(token_ids)).run(token_ids):
+    for block in prefill.run(token_ids):
         for index, tensors in enumerate(block.layers):
             names = KINDS[loaded.identity.layout.layers[index].kind]
             places = fetch.layers[index].rows(block.start, block.end)

@@ -14,12 +14,13 @@ from typing import Any
 from blake3 import blake3
 
 from kvcdn import canonical
-from kvcdn.codec import CODECS, MAX_EXPANSION_BYTES, Buffer, encode_smallest
+from kvcdn.certificate import Certificate, read_certificate
+from kvcdn.codec import CODECS, LOSSY_CODECS, MAX_EXPANSION_BYTES, Buffer, Encoded, Rows, decode_part, encode_smallest
 from kvcdn.digest import Digest, ModelTag, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
-from kvcdn.keys import PRECISIONS, BlockName, ModelIdentity
+from kvcdn.keys import PRECISION_NATIVE, PRECISIONS, BlockName, ModelIdentity
 from kvcdn.layout import DTYPE_BYTES, KINDS, MAX_BLOCK_TOKENS, MAX_LAYERS, TENSOR_NAMES, LayerSpec
 from kvcdn.producer import Producer
 from kvcdn.seal import TAG_BYTES, ObjectKeys, segment_associated_data
@@ -43,6 +44,11 @@ class Part:
     dtype: str
     shape: tuple[int, int, int]
     length: int
+
+    @property
+    def rows(self) -> Rows:
+        """What it decodes to."""
+        return Rows(self.dtype, self.shape)
 
     @property
     def raw_bytes(self) -> int:
@@ -97,6 +103,7 @@ class BlockHeader:
     salt: Digest
     commitment: Digest
     producer: Producer
+    certificate: Certificate | None
     segments: tuple[Segment, ...]
     publisher: PublicKey
     envelope_bytes: int
@@ -138,16 +145,18 @@ def open_header(data: Buffer, what: str) -> BlockHeader:
     fields = Fields(envelope.header, f"{what}: header")
     fields.choice("type", ("block",))
     fields.integer("v", 1, 1)
+    precision = fields.choice("precision", PRECISIONS)
     header = BlockHeader(
         address=fields.fixed("address", Digest),
         model=fields.fixed("model", ModelTag),
         layout=fields.fixed("layout", Digest),
-        precision=fields.choice("precision", PRECISIONS),
+        precision=precision,
         start=fields.integer("start", 0, MAX_START),
         tokens=fields.integer("tokens", 1, MAX_BLOCK_TOKENS),
         salt=fields.fixed("salt", Digest),
         commitment=fields.fixed("commitment", Digest),
         producer=Producer.from_json(fields.any("producer"), what),
+        certificate=read_certificate(fields, precision, what),
         segments=_read_segments(fields.array("segments", 1, MAX_LAYERS), what),
         publisher=envelope.publisher,
         envelope_bytes=envelope.size,
@@ -183,17 +192,22 @@ def open_segment(
         for (part, place), out in zip(part_slices(segment), outs, strict=True):
             # Released here: a view kept alive by an error's traceback would stop `scratch` from ever growing again.
             with encoded[place] as piece:
-                CODECS[part.codec].decode_into(piece, DTYPE_BYTES[part.dtype], out, f"{what}, {part.name}")
+                decode_part(part.codec, piece, part.rows, out, f"{what}, {part.name}")
 
 
 def seal_block(
     model: ModelIdentity,
     name: BlockName,
     producer: Producer,
-    layers: Sequence[Sequence[Buffer]],
+    layers: Sequence[Sequence[Buffer | Encoded]],
     key: SigningKey,
+    certificate: Certificate | None = None,
 ) -> list[bytes]:
-    """A block's bytes in pieces, envelope first; `layers[i][j]` are the raw bytes of tensor j of layer i (FORMAT.md 2.3)."""
+    """A block's bytes in pieces, envelope first; `layers[i][j]` are the raw bytes of tensor j of layer i (FORMAT.md 2.3).
+
+    Raw bytes are stored losslessly, whatever the precision; what a lossy codec has encoded is stored as it is. A lossy
+    precision has a certificate.
+    """
     salt = Digest(os.urandom(Digest.SIZE))
     keys = ObjectKeys(name.content_key, salt)
     segments: list[Segment] = []
@@ -217,6 +231,7 @@ def seal_block(
         "commitment": str(keys.commitment),
         "producer": producer.to_json(),
         "segments": [segment.to_json() for segment in segments],
+        **({} if certificate is None else {"certificate": certificate.to_json()}),
     }
     return [seal_envelope(BLOCK_MAGIC, header, key), *stored]
 
@@ -271,15 +286,19 @@ class SegmentVerifier:
 
 
 def _seal_segment(
-    keys: ObjectKeys, name: BlockName, index: int, offset: int, spec: LayerSpec, raw: Sequence[Buffer]
+    keys: ObjectKeys, name: BlockName, index: int, offset: int, spec: LayerSpec, tensors: Sequence[Buffer | Encoded]
 ) -> tuple[Segment, bytes]:
     parts = []
     encoded = []
-    for tensor, data in zip(spec.tensors, raw, strict=True):
-        codec, piece = encode_smallest(data, DTYPE_BYTES[tensor.dtype])
+    raw = [data.decoded if isinstance(data, Encoded) else data for data in tensors]
+    for tensor, data, size in zip(spec.tensors, tensors, map(len, raw), strict=True):
+        if isinstance(data, Encoded):
+            codec, piece = data.codec, data.data
+        else:
+            codec, piece = encode_smallest(data, DTYPE_BYTES[tensor.dtype])
         parts.append(Part(tensor.name, codec, tensor.dtype, tensor.shape(name.tokens), len(piece)))
-        if parts[-1].raw_bytes != len(data):
-            raise ValueError(f"layer {index}: {tensor.name} has {len(data)} bytes, its layout says {parts[-1].raw_bytes}")
+        if parts[-1].raw_bytes != size:
+            raise ValueError(f"layer {index}: {tensor.name} has {size} bytes, its layout says {parts[-1].raw_bytes}")
         encoded.append(piece)
     joined = b"".join(encoded)
     length = len(joined) + TAG_BYTES
@@ -316,7 +335,7 @@ def _read_part(value: Any, what: str) -> Part:
     shape = Fields.integers(fields.array("shape", 3, 3), f"{what}: shape", 1, MAX_SEGMENT_BYTES)
     part = Part(
         name=fields.choice("name", TENSOR_NAMES),
-        codec=fields.choice("codec", tuple(CODECS)),
+        codec=fields.choice("codec", (*CODECS, *LOSSY_CODECS)),
         dtype=fields.choice("dtype", tuple(DTYPE_BYTES)),
         shape=(shape[0], shape[1], shape[2]),
         length=fields.integer("length", 0, MAX_SEGMENT_BYTES),
@@ -336,6 +355,8 @@ def _check_parts(header: BlockHeader, what: str) -> None:
         for part in segment.parts:
             if part.raw_bytes > MAX_SEGMENT_BYTES or part.length > part.raw_bytes + MAX_EXPANSION_BYTES:
                 raise CorruptError(f"{what}: segment {segment.layer}: part {part.name} is too long for its shape")
+            if header.precision == PRECISION_NATIVE and part.codec not in CODECS:
+                raise CorruptError(f"{what}: segment {segment.layer}: the codec {part.codec} is not one of native precision")
             if part.shape[0] != header.tokens:
                 raise CorruptError(f"{what}: segment {segment.layer} holds {part.shape[0]} tokens, the block {header.tokens}")
         end += segment.length

@@ -1,16 +1,19 @@
 """Codecs: raw tensor bytes to encoded bytes and back (FORMAT.md 4.3). A codec is a value in the registry below.
 
-Decoders take authenticated bytes, yet trust no length: what does not fit exactly ends in CorruptError.
+Decoders take authenticated bytes, yet trust no length: what does not fit exactly ends in CorruptError. Lossless codecs know
+bytes only and are here; lossy ones know numbers, and are loaded from kvcdn.codecs when the first of their parts is decoded.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvcdn.errors import CorruptError
+from kvcdn.layout import DTYPE_BYTES
 
 Buffer = bytes | bytearray | memoryview
 
@@ -22,6 +25,7 @@ _BLOSC_HEADER = struct.Struct("<BBBBIII")
 
 _BLOSC_EXTENDED_HEADER_BYTES = 32
 _BLOSC_ZSTD_LEVEL = 1
+_BLOSC_CODES_LEVEL = 9
 """Real bf16 KV: level 1 and level 9 differ by less than 1 % in size, since exponents have little but their histogram."""
 
 _BLOSC_EXTENDED_FLAGS = 0x05
@@ -41,6 +45,27 @@ _BLOSC_SHUFFLE = 1
 _BLOSC_PLAIN_OR_ZEROS = frozenset({0x00, 0x10})
 """Allowed values of blosc2_flags, the header's last byte: ordinary data, or a run of zeros. Others ask for a dictionary, lazy
 data or instrumentation, or say that the values are not initialised, which decodes to whatever the memory held before."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tensor that a part decodes to: what a lossy decoder has to know of it. `shape` is [tokens, heads, dim]."""
+
+    dtype: str
+    shape: tuple[int, int, int]
+
+    @property
+    def typesize(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor that a lossy codec has encoded already, with the bytes that every reader will decode it to."""
+
+    codec: str
+    data: bytes
+    decoded: Buffer
 
 
 class Codec(Protocol):
@@ -68,6 +93,9 @@ class RawCodec:
 class BloscCodec:
     """One C-Blosc2 chunk: byte shuffle, then zstd per plane. Exponent bytes shrink, mantissa bytes are kept."""
 
+    def __init__(self, level: int = _BLOSC_ZSTD_LEVEL) -> None:
+        self._level = level
+
     def encode(self, raw: Buffer, typesize: int) -> bytes:
         blosc2 = _blosc2()
         return bytes(
@@ -75,7 +103,7 @@ class BloscCodec:
                 raw,
                 typesize=typesize,
                 codec=blosc2.Codec.ZSTD,
-                clevel=_BLOSC_ZSTD_LEVEL,
+                clevel=self._level,
                 filters=[blosc2.Filter.SHUFFLE],
                 nthreads=1,
             )
@@ -117,6 +145,11 @@ def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, what: str) -> No
 
 
 CODECS: Mapping[str, Codec] = {"raw": RawCodec(), "blosc2": BloscCodec()}
+"""The lossless codecs."""
+
+LOSSY_CODECS = ("quant",)
+
+_CODES = BloscCodec(_BLOSC_CODES_LEVEL)
 
 
 def encode_smallest(raw: Buffer, typesize: int) -> tuple[str, bytes]:
@@ -125,3 +158,33 @@ def encode_smallest(raw: Buffer, typesize: int) -> tuple[str, bytes]:
     if len(encoded) < len(raw):
         return "blosc2", encoded
     return "raw", bytes(raw)
+
+
+def decode_part(codec: str, encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
+    """Fills `out`, of exactly the size of `rows`, from a part's bytes. Raises CorruptError."""
+    if codec in CODECS:
+        CODECS[codec].decode_into(encoded, rows.typesize, out, what)
+    else:
+        _lossy_decoder(codec)(encoded, rows, out, what)
+
+
+@functools.cache
+def _lossy_decoder(codec: str) -> Callable[[Buffer, Rows, memoryview, str], None]:
+    """The decoder of a codec that is one of `LOSSY_CODECS`."""
+    from kvcdn.codecs.quant import decode_grid  # noqa: PLC0415 - an edge does without arrays
+
+    return {"quant": decode_grid}[codec]
+
+
+def pack(raw: bytes, typesize: int) -> bytes:
+    """A stream inside a lossy part: a blosc2 chunk, or the bytes as they are where that is not smaller (FORMAT.md 4.4)."""
+    chunk = _CODES.encode(raw, typesize) if raw else raw
+    return chunk if len(chunk) < len(raw) else raw
+
+
+def unpack(packed: Buffer, typesize: int, out: memoryview, what: str) -> None:
+    """Fills `out` from a stream made by `pack`: as long as `out`, it is the bytes themselves. Raises CorruptError."""
+    if len(packed) == len(out):
+        out[:] = packed
+    else:
+        CODECS["blosc2"].decode_into(packed, typesize, out, what)

@@ -8,6 +8,7 @@
     |   +-- CorruptError                  malformed, or a hash, tag or name does not match
     |   +-- UntrustedError                well signed, by a key that is not on the trust list, or no longer trusted
     |   +-- MismatchError                 well signed by a trusted key, but not what this model computes from this text
+    |   +-- QualityError                  sound and lossy, and its certificate is worse than what was asked for
     +-- UnavailableError         exit 5   a service or a disk did not do its part; trying again may help
 
 Subclasses exist where a caller branches. Every message says what happened to what; `hint` says what to do next.
@@ -60,6 +61,10 @@ class UntrustedError(IntegrityError):
 
 class MismatchError(IntegrityError):
     """A cache that is not what this model computes from this text: another's, or the model is not what its files say."""
+
+
+class QualityError(IntegrityError):
+    """A lossy KV that its publisher measured, and that is further from the exact one than the reader accepts."""
 
 
 class UnavailableError(KvcdnError):

@@ -19,7 +19,11 @@ from kvcdn.layout import Layout
 PRECISION_NATIVE = "native"
 """The KV exactly as the model computed it, in the layout's dtypes."""
 
-PRECISIONS = (PRECISION_NATIVE,)
+PRECISIONS = (PRECISION_NATIVE, "int8", "int4")
+"""How KV is kept (FORMAT.md 2.5). The precision is in the seed of every name, so that no chain holds blocks of two."""
+
+EXACT_TOKENS = 4
+"""Tokens at the beginning of a prefix that are exact in every precision: all others read them, and readers try them."""
 
 MAX_PREFIX_TOKENS = 1 << 24
 """Longest prefix a manifest may describe: far above any model's positions."""
@@ -152,6 +156,17 @@ def _pack(token_ids: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def read_precisions(precisions: str | Sequence[str]) -> tuple[str, ...]:
+    """A list of precisions, each once, also as one string with commas. Raises UsageError."""
+    names = tuple(precisions.split(",")) if isinstance(precisions, str) else tuple(precisions)
+    for name in names:
+        if name not in PRECISIONS:
+            raise UsageError(f"there is no precision {name!r}", hint=f"there are {', '.join(PRECISIONS)}")
+    if not names or len(set(names)) < len(names):
+        raise UsageError("a list of precisions names at least one, and each once")
+    return names
 
 
 def model_tag(fingerprint: Digest) -> ModelTag:

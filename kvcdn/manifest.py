@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcdn.block import MAX_BLOCK_BYTES
+from kvcdn.certificate import Certificate, read_certificate
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.envelope import MANIFEST_MAGIC, MAX_ENVELOPE_BYTES, open_envelope, seal_envelope
 from kvcdn.errors import CorruptError
@@ -37,7 +38,7 @@ class BlockEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest's contents. `publisher` is set by reading; a writer signs with its own key."""
+    """A manifest's contents. `publisher` is set by reading; a writer signs with its own key. Lossy ones have a certificate."""
 
     address: Digest
     fingerprint: Digest
@@ -51,6 +52,7 @@ class Manifest:
     label: str
     producer: Producer
     publisher: PublicKey | None = None
+    certificate: Certificate | None = None
 
     @property
     def tag(self) -> ModelTag:
@@ -86,6 +88,7 @@ class Manifest:
             "expires": self.expires,
             "label": self.label,
             "producer": self.producer.to_json(),
+            **({} if self.certificate is None else {"certificate": self.certificate.to_json()}),
         }
         return seal_envelope(MANIFEST_MAGIC, header, key)
 
@@ -100,12 +103,13 @@ def open_manifest(data: bytes, what: str) -> Manifest:
     fields.integer("v", 1, 1)
     tag = fields.fixed("model", ModelTag)
     block_tokens = fields.integer("block_tokens", 1, MAX_BLOCK_TOKENS)
+    precision = fields.choice("precision", PRECISIONS)
     manifest = Manifest(
         address=fields.fixed("address", Digest),
         fingerprint=fields.fixed("fingerprint", Digest),
         model_name=fields.string("model_name", MAX_TEXT),
         layout=Layout.from_json(fields.any("layout"), f"{what}: layout"),
-        precision=fields.choice("precision", PRECISIONS),
+        precision=precision,
         tokens=fields.integer("tokens", 1, MAX_PREFIX_TOKENS),
         blocks=_read_blocks(fields.array("blocks", 1, MAX_BLOCKS), what),
         created=fields.integer("created", 0, MAX_TIME),
@@ -113,6 +117,7 @@ def open_manifest(data: bytes, what: str) -> Manifest:
         label=fields.string("label", MAX_TEXT),
         producer=Producer.from_json(fields.any("producer"), what),
         publisher=envelope.publisher,
+        certificate=read_certificate(fields, precision, what),
     )
     fields.done()
     if tag != manifest.tag or {block_tokens, manifest.producer.chunk_tokens} != {manifest.layout.block_tokens}:

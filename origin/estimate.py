@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvcdn.block import seal_block
-from kvcdn.keys import Namespace, PrefixNames
+from kvcdn.codec import Buffer, Encoded
+from kvcdn.codecs.choice import encode_tensor
+from kvcdn.keys import PRECISION_NATIVE, Namespace, PrefixNames
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.origin.publish import check_length
@@ -37,15 +39,28 @@ class Estimate:
         return asdict(self)
 
 
-def estimate_publish(loaded: LoadedModel, token_ids: Sequence[int], namespace: Namespace) -> Estimate:
-    """Prefills and seals the first block of `token_ids`, writes nothing, and extrapolates. Raises UsageError."""
+def estimate_publish(
+    loaded: LoadedModel, token_ids: Sequence[int], namespace: Namespace, precision: str = PRECISION_NATIVE
+) -> Estimate:
+    """Prefills and encodes the first block of `token_ids`, writes nothing, and extrapolates. Raises UsageError.
+
+    The quality of a lossy precision is not measured here.
+    """
     loaded = loaded.current()
     check_length(loaded, len(token_ids))
-    identity = loaded.identity
+    identity = replace(loaded.identity, precision=precision)
     names = PrefixNames.of(identity, namespace, token_ids)
     first = names.blocks[0]
     block = next(ScheduledPrefill(loaded.model, identity.layout, first.tokens).run(token_ids[: first.tokens]))
-    stored = sum(map(len, seal_block(identity, first, loaded.producer, block.raw_layers(), SigningKey.generate())))
+    layers: list[list[Buffer | Encoded]] = [list(layer) for layer in block.raw_layers()]
+    if precision != PRECISION_NATIVE:
+        specs = identity.layout.layers
+        last = len(names.blocks) == 1
+        layers = [
+            [encode_tensor(raw, tensor, first, precision, last=last) for raw, tensor in zip(layer, spec.tensors, strict=True)]
+            for layer, spec in zip(block.raw_layers(), specs, strict=True)
+        ]
+    stored = sum(map(len, seal_block(identity, first, loaded.producer, layers, SigningKey.generate())))
     per_token = identity.layout.bytes_per_token
     ratio = stored / (first.tokens * per_token)
     speed = first.tokens / block.seconds

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -51,6 +51,16 @@ class PublisherSettings(BaseSettings):
         default=None,
         min_length=1,
         description="Private namespace, whose secret is on this machine. Without it, the public one.",
+    )
+    precision: Literal["native", "int8", "int4"] = Field(
+        default="native",
+        description="How KV is kept: native is bit-exact, the others are smaller, and measured on each document.",
+    )
+    min_quality: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Largest mean next-token KL in nats; where it is larger, a finer precision is published.",
     )
     key_file: Path | None = Field(default=None, description="Signing key (PEM). Without it, the user's own key.")
     trust_file: Path | None = Field(

@@ -170,8 +170,14 @@ def keeps_something(layers: Any) -> bool:
 
 LAYOUT = fields(layers=keeps_something, v=integer(1, 1))
 
+PRECISION = one_of("native", "int8", "int4")
+
+LOSSLESS = ("raw", "blosc2")
+
+LOSSY = ("int8", "int4")
+
 PART = fields(
-    codec=one_of("raw", "blosc2"),
+    codec=one_of(*LOSSLESS, "quant"),
     dtype=one_of(*DTYPE_SIZE),
     length=integer(0, 2**32 - 1),
     name=one_of("k", "v", "i"),
@@ -197,13 +203,35 @@ SEGMENT = either(
     segment(one_of("none"), array(PART, 0, 0)),
 )
 
-BLOCK = fields(
+CERTIFICATE = fields(
+    continuation=integer(0, 2**20),
+    greedy_equal=integer(0, 2**20),
+    greedy_total=integer(0, 2**20),
+    kl_mean=integer(0, 2**53 - 1),
+    kl_p99=integer(0, 2**53 - 1),
+    kl_recompute=integer(0, 2**53 - 1),
+    perplexity=integer(0, 2**53 - 1),
+    perplexity_exact=integer(0, 2**53 - 1),
+    top1=integer(0, 1_000_000),
+)
+
+
+def native_or_lossy(**forms: Form) -> Form:
+    """Lossy objects have a certificate, native ones have none (5.1)."""
+    lossy = fields(**forms, precision=one_of(*LOSSY), certificate=CERTIFICATE)
+
+    def certified(value: Any) -> bool:
+        return lossy(value) and value["certificate"]["greedy_equal"] <= value["certificate"]["greedy_total"]
+
+    return either(fields(**forms, precision=one_of("native")), certified)
+
+
+BLOCK = native_or_lossy(
     type=one_of("block"),
     v=integer(1, 1),
     address=digest,
     model=tag,
     layout=digest,
-    precision=one_of("native"),
     start=integer(0, 2**24),
     tokens=integer(1, 1024),
     salt=digest,
@@ -215,7 +243,7 @@ BLOCK = fields(
 
 ENTRY = fields(address=digest, etag=digest, size=integer(1, 2**36), tokens=integer(1, 1024))
 
-MANIFEST = fields(
+MANIFEST = native_or_lossy(
     type=one_of("manifest"),
     v=integer(1, 1),
     address=digest,
@@ -223,7 +251,6 @@ MANIFEST = fields(
     fingerprint=digest,
     model_name=text(256),
     layout=LAYOUT,
-    precision=one_of("native"),
     block_tokens=integer(1, 1024),
     tokens=integer(1, 2**24),
     blocks=array(ENTRY, 1, 4096),
@@ -321,14 +348,16 @@ def namespace_key(secret: bytes | None) -> bytes:
     return bytes(32) if secret is None else derive("kvcdn v1 namespace", secret)
 
 
-def seed(fingerprint: bytes, layout: Any, namespace: bytes) -> bytes:
-    return derive("kvcdn v1 seed", fingerprint + layout_digest(layout) + namespace + b"native")
+def seed(fingerprint: bytes, layout: Any, namespace: bytes, precision: str = "native") -> bytes:
+    return derive("kvcdn v1 seed", fingerprint + layout_digest(layout) + namespace + precision.encode("ascii"))
 
 
-def names(fingerprint: bytes, layout: Any, namespace: bytes, token_ids: Sequence[int]) -> tuple[list[Name], bytes]:
+def names(
+    fingerprint: bytes, layout: Any, namespace: bytes, token_ids: Sequence[int], precision: str = "native"
+) -> tuple[list[Name], bytes]:
     """The names of all blocks, and the manifest's address."""
     length = block_tokens(bytes_per_token(layout))
-    link = seed(fingerprint, layout, namespace)
+    link = seed(fingerprint, layout, namespace, precision)
     found = []
     for start in range(0, len(token_ids), length):
         ids = token_ids[start : start + length]
@@ -377,6 +406,7 @@ def check_sizes(header: dict[str, Any]) -> int:
         require(segment["length"] == 16 + sum(part["length"] for part in segment["parts"]), "segment length")
         for part in segment["parts"]:
             size = raw_size(part)
+            require(header["precision"] != "native" or part["codec"] in LOSSLESS, "codec of native precision")
             require(size < 2**32 and part["length"] <= size + 64, "part length")
             require(part["shape"][0] == header["tokens"], "tokens of a part")
         end += segment["length"]
@@ -395,6 +425,12 @@ def decode_part(part: dict[str, Any], encoded: bytes) -> bytes:
     if part["codec"] == "raw":
         require(len(encoded) == size, "raw size")
         return encoded
+    if part["codec"] == "quant":
+        return decode_grid(part, encoded)
+    return decode_chunk(encoded, size, element)
+
+
+def decode_chunk(encoded: bytes, size: int, element: int) -> bytes:
     require(len(encoded) >= 32, "chunk header")
     nbytes, blocksize, cbytes = struct.unpack_from("<III", encoded, 4)
     require(nbytes == size and cbytes == len(encoded) and encoded[3] == element, "chunk sizes")
@@ -409,6 +445,51 @@ def decode_part(part: dict[str, Any], encoded: bytes) -> bytes:
         raise RefusedError("chunk") from error
     require(len(raw) == size, "decoded size")
     return bytes(raw)
+
+
+def read_stream(encoded: bytes, size: int, element: int) -> bytes:
+    """4.4: as it is, or a chunk."""
+    return encoded if len(encoded) == size else decode_chunk(encoded, size, element)
+
+
+def bfloat16_numbers(patterns: Any) -> Any:
+    return (patterns.astype("<u4") * 65536).astype("<u4").view("<f4")
+
+
+def rounded(values: Any, dtype: str) -> bytes:
+    """4.4: float32 numbers in a tensor's dtype."""
+    if dtype == "bfloat16":
+        return bytes(((values.view("<u4").astype("<u8") + 0x8000) // 65536 % 65536).astype("<u2").tobytes())
+    with np.errstate(over="ignore"):
+        return bytes(values.astype("<f2" if dtype == "float16" else "<f4").tobytes())
+
+
+def decode_grid(part: dict[str, Any], encoded: bytes) -> bytes:
+    """4.4, a number at a time where that is clearer than fast."""
+    tokens, heads, dim = part["shape"]
+    require(len(encoded) >= 16, "header of the grid")
+    bits, centred, lead, trail, per_tokens, per_values, packed, coded = struct.unpack("<BBBBHHII", encoded[:16])
+    require(2 <= bits <= 8 and centred in (0, 1) and per_tokens >= 1, "grid")
+    require(1 <= per_values <= dim and dim % per_values == 0 and lead + trail <= tokens, "groups")
+    row = heads * dim * DTYPE_SIZE[part["dtype"]]
+    require(len(encoded) == 16 + (lead + trail) * row + packed + coded, "sizes of the grid")
+    first, last = encoded[16 : 16 + lead * row], encoded[16 + lead * row : 16 + (lead + trail) * row]
+    streams = encoded[16 + (lead + trail) * row :]
+    middle = tokens - lead - trail
+    groups = (-(-middle // per_tokens), heads, dim // per_values)
+    count = groups[0] * groups[1] * groups[2]
+    patterns = np.frombuffer(read_stream(streams[:packed], (2 - centred) * count * 2, 2), "<u2")
+    codes = np.frombuffer(read_stream(streams[packed:], middle * heads * dim, 1), "u1").reshape(middle, heads, dim)
+    require((not ((patterns & 0x7F80) == 0x7F80).any() and not (patterns[-count:] & 0x8000).any()) or not count, "parameters")
+    numbers = bfloat16_numbers(patterns)
+    steps = numbers[len(numbers) - count :].reshape(groups)
+    offsets = (np.float32(-(2 ** (bits - 1))) * steps if centred else numbers[:count]).reshape(groups)
+    values = np.empty((middle, heads, dim), "<f4")
+    for token in range(middle):
+        for value in range(dim):
+            place = (token // per_tokens, slice(None), value // per_values)
+            values[token, :, value] = codes[token, :, value].astype("<f4") * steps[place] + offsets[place]
+    return first + rounded(values, part["dtype"]) + last
 
 
 def read_segment(header: dict[str, Any], name: Name, index: int, stored: bytes) -> list[bytes]:
@@ -440,6 +521,7 @@ class Question:
     layout: Any
     name: Name
     trusted: set[str]
+    precision: str = "native"
 
 
 def read_block(data: bytes, question: Question) -> tuple[dict[str, Any], list[list[bytes]]]:
@@ -452,6 +534,7 @@ def read_block(data: bytes, question: Question) -> tuple[dict[str, Any], list[li
     require(header["address"] == name.address.hex(), "address")
     require(header["model"] == model_tag(question.fingerprint).hex(), "model")
     require(header["layout"] == layout_digest(layout).hex(), "layout")
+    require(header["precision"] == question.precision, "precision")
     require((header["start"], header["tokens"]) == (name.start, name.tokens), "position")
     require(header["producer"]["chunk_tokens"] == block_tokens(bytes_per_token(layout)), "schedule")
     found = [
@@ -641,6 +724,45 @@ def test_reads_what_the_package_writes() -> None:
         key = f"v1/{model_tag(fingerprint).hex()}/blocks/{text_form[:2]}/{text_form}"
         _, layers = read_block(document.blocks[key], Question(fingerprint, manifest["layout"], name, trusted))
         assert document.raw[key] == layers
+
+
+@pytest.mark.parametrize("case", cases("codecs.json", "parts"))
+def test_golden_parts(case: Any) -> None:
+    """Each recorded part of a lossy codec decodes to the recorded bits."""
+    part = {"codec": case["codec"], "dtype": case["dtype"], "shape": case["shape"]}
+    assert case["decoded_blake3"] == blake3(decode_part(part, base64.b64decode(case["encoded"]))).hexdigest()
+
+
+@pytest.mark.parametrize("precision", LOSSY)
+def test_reads_lossy_documents(precision: str) -> None:
+    """A document published in a lossy precision decodes to what its publisher decoded: the raw digests hold that."""
+    from support.blocks import make_lossy_document
+
+    document = make_lossy_document(precision)
+    trusted = {document.key.public.hex()}
+    manifest = read_manifest(document.manifest_bytes, trusted)
+    assert CERTIFICATE(manifest["certificate"])
+    fingerprint = bytes.fromhex(manifest["fingerprint"])
+    found, _ = names(fingerprint, manifest["layout"], namespace_key(None), document.token_ids, precision)
+    codecs = set()
+    for name, data in zip(found, document.blocks.values(), strict=True):
+        header, _ = read_block(data, Question(fingerprint, manifest["layout"], name, trusted, precision))
+        codecs |= {part["codec"] for segment in header["segments"] for part in segment["parts"]}
+    assert "quant" in codecs
+
+
+def test_refuses_hostile_payloads() -> None:
+    """What the package's decoders refuse, this reader refuses as well."""
+    from attacks.payloads import ROWS, payloads
+
+    accepted = []
+    for payload in payloads():
+        try:
+            decode_part({"codec": payload.codec, "dtype": ROWS.dtype, "shape": list(ROWS.shape)}, payload.data)
+        except RefusedError:
+            continue
+        accepted.append(payload.name)
+    assert accepted == []
 
 
 def test_refuses_what_the_package_refuses() -> None:

@@ -46,7 +46,7 @@ def rooms() -> dict[str, tuple[Path, set[str], str]]:
         cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
         if len(cells) == 4 and cells[1].startswith("kvcdn"):
             words = cells[3]
-            allowed = set(re.findall(r"\b(core|stores|model|access|everything)\b", words))
+            allowed = set(re.findall(r"\b(core|stores|model|access|codecs|everything)\b", words))
             found[cells[1]] = (ROOT / cells[0].removesuffix("*.py"), allowed, words)
     return found
 
@@ -92,11 +92,12 @@ def room_of(module: str) -> str:
 def test_table_has_every_room() -> None:
     """The table names the rooms that this test knows; the rules below are read from it."""
     expected = {"kvcdn", "kvcdn.stores", "kvcdn.model", "kvcdn.origin", "kvcdn.edge", "kvcdn.client", "kvcdn.cli"}
-    expected |= {"kvcdn.access", "kvcdn.economics"}
+    expected |= {"kvcdn.access", "kvcdn.codecs", "kvcdn.economics"}
     assert expected == set(rooms())
     assert {"everything"} == rooms()["kvcdn.cli"][1]
-    core_only = ("kvcdn.stores", "kvcdn.model", "kvcdn.access", "kvcdn.economics")
-    assert [{"core"}] * 4 == [rooms()[name][1] for name in core_only]
+    core_only = ("kvcdn.stores", "kvcdn.model", "kvcdn.access", "kvcdn.codecs", "kvcdn.economics")
+    assert [{"core"}] * 5 == [rooms()[name][1] for name in core_only]
+    assert {"codecs"} == rooms()["kvcdn"][1]
 
 
 @EACH
@@ -104,7 +105,13 @@ def test_imports_point_inwards(package: str, path: Path) -> None:
     """A module imports its own room and those that the table allows: siblings never meet."""
     _, allowed, _ = rooms()[package]
     reached = {room_of(module) for module in imports(package, path) if module.split(".")[0] == "kvcdn"}
-    names = {"core": "kvcdn", "stores": "kvcdn.stores", "model": "kvcdn.model", "access": "kvcdn.access"}
+    names = {
+        "core": "kvcdn",
+        "stores": "kvcdn.stores",
+        "model": "kvcdn.model",
+        "access": "kvcdn.access",
+        "codecs": "kvcdn.codecs",
+    }
     may = set(rooms()) if "everything" in allowed else {package, *(names[word] for word in allowed)}
     assert set() == reached - may
 
@@ -117,6 +124,23 @@ def test_core_needs_three_libraries(path: Path) -> None:
     outside = {module.split(".")[0] for module in imports("kvcdn", path)} - {"kvcdn", *sys.stdlib_module_names}
     assert set() == outside - {"blake3", "cryptography", *(["blosc2"] if path.name == "codec.py" else [])}
     assert set() == {module.split(".")[0] for module in imports("kvcdn", path)} & NETWORK
+
+
+@pytest.mark.parametrize("path", modules("kvcdn"), ids=lambda path: path.name)
+def test_core_loads_codecs_late(path: Path) -> None:
+    """Importing the core imports no arrays: only functions of its codec module import from kvcdn.codecs."""
+    late = [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(node) for function in late for node in ast.walk(function)}
+    found = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) and "kvcdn.codecs" in str(node.module)]
+    assert [node.lineno for node in found if id(node) not in inside or path.name != "codec.py"] == []
+
+
+@pytest.mark.parametrize("path", modules("kvcdn.codecs"), ids=lambda path: path.name)
+def test_codecs_only_compute(path: Path) -> None:
+    """Codecs take bytes and arrays and give bytes and arrays: numpy and pcodec, no torch, no files, no network."""
+    tops = {module.split(".")[0] for module in imports("kvcdn.codecs", path)}
+    assert set() == tops - {"kvcdn", "numpy", "pcodec", *sys.stdlib_module_names}
+    assert set() == tops & {*NETWORK, "os", "io", "pathlib", "shutil", "tempfile"}
 
 
 @pytest.mark.parametrize("path", modules("kvcdn.economics"), ids=lambda path: path.name)

@@ -87,9 +87,8 @@ def test_sample_shows_defaults_that_are_true(service: str, tmp_path: Path) -> No
     shown = {name: getattr(settings, name) for name in commented(sample)}
     defaults = {name: model.model_fields[name].default for name in shown}
     assert {} == {name: value for name, value in shown.items() if defaults[name] not in (None, value)}
-    assert service != "publisher" or {"adapters", "device", "label"} == {
-        name for name in defaults if defaults[name] is not None
-    }
+    shown_here = {"adapters", "device", "label", "precision"}
+    assert service != "publisher" or shown_here == {name for name in defaults if defaults[name] is not None}
 
 
 @EACH_SERVICE
@@ -169,12 +168,20 @@ def test_environment_alone_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
         "trust_file": "/t",
         "label": "l",
         "days": "30",
+        "precision": "int8",
+        "min_quality": "0.002",
     }
     assert set(given) == set(PublisherSettings.model_fields)
     for name, value in given.items():
         monkeypatch.setenv(f"KVCDN_PUBLISHER_{name.upper()}", value)
     settings = load_settings(None, {})
-    typed = {"adapters": (Path("/a"), Path("/b")), "key_file": Path("/k"), "trust_file": Path("/t"), "days": 30}
+    typed = {
+        "adapters": (Path("/a"), Path("/b")),
+        "key_file": Path("/k"),
+        "trust_file": Path("/t"),
+        "days": 30,
+        "min_quality": 0.002,
+    }
     assert {**given, **typed} == settings.model_dump()
     monkeypatch.setenv("KVCDN_PUBLISHER_DAYS", "")
     assert load_settings(None, {}).days is None

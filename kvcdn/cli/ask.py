@@ -14,9 +14,11 @@ from kvcdn.cli.options import (
     Edge,
     Endpoint,
     Local,
+    MaxKl,
     Model,
     NamespaceName,
     Origin,
+    Precisions,
     Token,
     TrustFile,
     open_source,
@@ -38,6 +40,8 @@ def ask(
     namespace: NamespaceName = None,
     trust: TrustFile = None,
     device: Device = "cpu",
+    precision: Precisions = "native",
+    max_kl: MaxKl = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
     *,
     local: Local = True,
@@ -56,7 +60,9 @@ def ask(
     quiet_libraries()
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
 
-    options: dict[str, Any] = {"trust": trusted, "namespace": namespace, **({} if local else {"local_store": None})}
+    options: dict[str, Any] = {"trust": trusted, "namespace": namespace, "precision": precision, "max_kl": max_kl}
+    if not local:
+        options["local_store"] = None
     with Client.load(model, source, device=device, adapters=adapter or (), **options) as client:
         answer = client.ask(content, question, max_new_tokens=max_tokens, do_sample=False)
     if as_json:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcdn.certificate import Certificate
 from kvcdn.cli.options import AsJson, Endpoint, Origin, TrustFile, open_origin, trust_list
 from kvcdn.cli.output import print_json, print_pairs, size
 from kvcdn.errors import CorruptError, NotFoundError
@@ -83,6 +84,7 @@ def describe_manifest(manifest: Manifest, trust: TrustList) -> dict[str, Any]:
         "model_tag": str(manifest.tag),
         "fingerprint": str(manifest.fingerprint),
         "precision": manifest.precision,
+        "certificate": manifest.certificate.to_json() if manifest.certificate else None,
         "tokens": manifest.tokens,
         "blocks": len(manifest.blocks),
         "block_tokens": manifest.layout.block_tokens,
@@ -103,6 +105,7 @@ def _describe_block(header: BlockHeader, total: int, trust: TrustList) -> dict[s
         "address": str(header.address),
         "model_tag": str(header.model),
         "precision": header.precision,
+        "certificate": header.certificate.to_json() if header.certificate else None,
         "start": header.start,
         "tokens": header.tokens,
         "layers": len(header.segments),
@@ -117,17 +120,23 @@ def _describe_block(header: BlockHeader, total: int, trust: TrustList) -> dict[s
 
 
 def _shown(key: str, value: Any) -> str:
-    if key.endswith("_bytes"):
-        return f"{size(value)} ({value:,})"
-    if key in ("created", "expires"):
-        return "-" if value is None else day(value)
+    if isinstance(value, int):
+        return _shown_integer(key, value)
     if isinstance(value, dict):
-        return ", ".join(f"{name} {item}" for name, item in value.items())
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+        return (
+            str(Certificate(**value)) if key == "certificate" else ", ".join(f"{name} {item}" for name, item in value.items())
+        )
     if isinstance(value, list):
         return ", ".join(str(item)[:SHORT] for item in value)
-    return f"{value:,}" if isinstance(value, int) else str(value) or "-"
+    return str(value or "-")
+
+
+def _shown_integer(key: str, value: int) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if key.endswith("_bytes"):
+        return f"{size(value)} ({value:,})"
+    return day(value) if key in ("created", "expires") else f"{value:,}"
 
 
 def day(unix: int) -> str:

@@ -39,6 +39,16 @@ NamespaceName = Annotated[
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Put the document into the model's chat template, as the system message.")]
 TrustFile = Annotated[Path | None, typer.Option("--trust", help="Trust list to use in place of yours.")]
+Precisions = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        help="What you accept, most wanted first, with commas: native is exact, the others are lossy.",
+    ),
+]
+MaxKl = Annotated[
+    float | None, typer.Option("--max-kl", min=0, help="Largest mean next-token KL, in nats, that a lossy cache may have.")
+]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")]
 Local = Annotated[
     bool, typer.Option("--local/--no-local", help="Look into the local store, and keep there what is fetched (kvcdn cache).")

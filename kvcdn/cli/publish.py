@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from kvcdn.certificate import Certificate
 from kvcdn.cli.options import (
     Adapter,
     AsJson,
@@ -42,7 +43,14 @@ def publish(
     origin: Origin = None,
     endpoint: Endpoint = None,
     config: Annotated[Path | None, typer.Option(help="Settings file; infra/origin.toml is a commented sample.")] = None,
-    precision: Annotated[Literal["native"], typer.Option(help="How KV values are kept; native is bit-exact.")] = "native",  # noqa: ARG001 - one value so far
+    precision: Annotated[
+        Literal["native", "int8", "int4"] | None,
+        typer.Option(help="How KV is kept: native, the default, is bit-exact; the others are measured on the document."),
+    ] = None,
+    min_quality: Annotated[
+        float | None,
+        typer.Option(min=0, help="Largest mean next-token KL in nats; where it is larger, a finer precision is published."),
+    ] = None,
     namespace: NamespaceName = None,
     label: Annotated[
         str | None, typer.Option(help="Public words to find the document by; else nothing of it is public.")
@@ -68,18 +76,19 @@ def publish(
     from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415
 
     options = {"model": model, "origin": origin, "endpoint": endpoint, "namespace": namespace, "label": label, "days": days}
+    quality = {"precision": precision, "min_quality": min_quality}
     files = {"adapters": adapter or None, "key_file": key, "trust_file": trust}
-    settings = load_settings(config, {**options, **files, "device": device})
+    settings = load_settings(config, {**options, **quality, **files, "device": device})
     sources = list_documents(source)
     # The first document is read before anything slow happens.
     first = _readable(sources[0], read_document, only=len(sources) == 1)
     space = load_namespace(settings.namespace)
     if dry_run:
-        handle = _estimator(_load(settings), space, chat=chat, as_json=as_json)
+        handle = _estimator(_load(settings), settings, space, chat=chat, as_json=as_json)
     else:
         publisher = _publisher(_load(settings), settings, space)
         expires = int(time.time()) + settings.days * _SECONDS_PER_DAY if settings.days else None
-        handle = _publishing(publisher, settings.label, expires, chat=chat, as_json=as_json)
+        handle = _publishing(publisher, settings, expires, chat=chat, as_json=as_json)
     failures = []
     for name in sources:
         try:
@@ -128,12 +137,19 @@ def _publisher(loaded: LoadedModel, settings: PublisherSettings, space: Namespac
 
 
 def _publishing(
-    publisher: Publisher, label: str, expires: int | None, *, chat: bool, as_json: bool
+    publisher: Publisher, settings: PublisherSettings, expires: int | None, *, chat: bool, as_json: bool
 ) -> Callable[[Document], None]:
     def handle(document: Document) -> None:
         token_ids = encode_document(publisher.loaded, document, chat=chat)
         with progress_bar(document.name, len(token_ids)) as progress:
-            result = publisher.publish(token_ids, label=label, expires=expires, progress=progress)
+            result = publisher.publish(
+                token_ids,
+                precision=settings.precision,
+                max_kl=settings.min_quality,
+                label=settings.label,
+                expires=expires,
+                progress=progress,
+            )
         if as_json:
             print_json({"document": document.name, **result.to_json()})
         else:
@@ -142,11 +158,13 @@ def _publishing(
     return handle
 
 
-def _estimator(loaded: LoadedModel, space: Namespace, *, chat: bool, as_json: bool) -> Callable[[Document], None]:
+def _estimator(
+    loaded: LoadedModel, settings: PublisherSettings, space: Namespace, *, chat: bool, as_json: bool
+) -> Callable[[Document], None]:
     from kvcdn.origin.estimate import estimate_publish  # noqa: PLC0415 - see kvcdn.cli
 
     def handle(document: Document) -> None:
-        estimate = estimate_publish(loaded, encode_document(loaded, document, chat=chat), space)
+        estimate = estimate_publish(loaded, encode_document(loaded, document, chat=chat), space, settings.precision)
         if as_json:
             print_json({"document": document.name, **estimate.to_json()})
             return
@@ -209,6 +227,7 @@ def _print_result(name: str, result: PublishResult) -> None:
     else:
         loaded = f", {result.tokens_loaded:,} tokens were there already" if result.tokens_loaded else ""
         did = f"{result.status} in {result.seconds:.1f} s at {result.tokens_per_second or 0:,.0f} tokens/s{loaded}"
+    certificate = Certificate(**result.certificate) if result.certificate else None
     print_pairs(
         [
             ("document", f"{name}: {did}"),
@@ -216,5 +235,6 @@ def _print_result(name: str, result: PublishResult) -> None:
             ("model", f"{result.model} ({result.fingerprint[:16]}), namespace {result.namespace}"),
             ("tokens", f"{result.tokens:,} in {result.blocks} blocks, {result.blocks_uploaded} of them uploaded"),
             ("size", f"{size(result.raw_bytes)} raw, {size(result.stored_bytes)} stored (ratio {result.ratio:.3f})"),
+            ("precision", result.precision if certificate is None else f"{result.precision}: {certificate}"),
         ]
     )

@@ -13,9 +13,11 @@ from kvcdn.cli.options import (
     Device,
     Edge,
     Endpoint,
+    MaxKl,
     Model,
     NamespaceName,
     Origin,
+    Precisions,
     Token,
     TrustFile,
     open_source,
@@ -25,6 +27,10 @@ from kvcdn.cli.options import (
 from kvcdn.cli.output import note, print_json, print_pairs, print_table, print_text
 from kvcdn.cli.publish import encode_document
 from kvcdn.errors import IntegrityError, UnsupportedModelError
+from kvcdn.keys import PRECISION_NATIVE
+
+if TYPE_CHECKING:
+    from kvcdn.client.verify import Verification
 
 if TYPE_CHECKING:
     from kvcdn.client.report import Audited
@@ -42,6 +48,8 @@ def verify(
     namespace: NamespaceName = None,
     trust: TrustFile = None,
     device: Device = "cpu",
+    precision: Precisions = "native",
+    max_kl: MaxKl = None,
     greedy: Annotated[int, typer.Option(min=1, help="Tokens over which to compare with a prefill in one pass.")] = 32,
     audit: Annotated[
         int | None, typer.Option(min=1, help="Recompute only so many random blocks, each from those before it.")
@@ -64,7 +72,8 @@ def verify(
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.client.verify import audit_prefix, verify_prefix  # noqa: PLC0415
 
-    with Client.load(model, source, device=device, adapters=adapter or (), trust=trusted, namespace=namespace) as client:
+    options = {"trust": trusted, "namespace": namespace, "precision": precision, "max_kl": max_kl}
+    with Client.load(model, source, device=device, adapters=adapter or (), **options) as client:
         if client.loaded is None:
             raise UnsupportedModelError(f"the cache of {model} is not supported, so nothing of it can be published")
         token_ids = encode_document(client.loaded, read, chat=chat)
@@ -77,13 +86,15 @@ def verify(
     else:
         stack = "the same stack" if found.same_stack else "another stack, so a rounding difference is expected"
         bits = "bit-identical" if found.bit_identical else f"differs, first in {found.first_difference}"
+        exact = f"{bits} on the publisher's schedule ({stack})"
         apart = found.one_pass
         greedy_equal = f"{apart.greedy_equal} of {apart.greedy_total} greedy tokens equal"
         print_pairs(
             [
                 ("published", f"{found.tokens:,} of the document's {len(token_ids):,} tokens, in {found.blocks} blocks"),
                 ("loaded bytes", "are the bytes published" if found.loaded_equals_published else "are NOT the bytes published"),
-                ("local prefill", f"{bits} on the publisher's schedule ({stack})"),
+                *_certificates(found),
+                ("local prefill", exact if found.precision == PRECISION_NATIVE else f"differs, as {found.precision} is lossy"),
                 (
                     "one pass",
                     f"max |dlogit| {apart.max_abs_dlogit:.4f}, KL {apart.kl_mean:.5f}, top-1 {apart.top1:.1%}, {greedy_equal}",
@@ -92,7 +103,7 @@ def verify(
         )
     if not found.sound:
         raise IntegrityError(
-            "the published cache is not what this model computes from this text on this very stack",
+            "the published cache is not what this model computes from this text",
             hint="do not use it; ask its publisher, and remove it from the trust list",
         )
 
@@ -126,3 +137,10 @@ def _result(one: Audited) -> str:
     if one.identical:
         return "the same to the bit"
     return f"the same but for rounding, {one.worst:.2%}" if one.passed else "NOT what this model computes"
+
+
+def _certificates(found: Verification) -> list[tuple[str, str]]:
+    from kvcdn.certificate import Certificate  # noqa: PLC0415 - see kvcdn.cli
+
+    named = (("certificate", found.certificate), ("measured here", found.measured))
+    return [(name, str(Certificate(**numbers))) for name, numbers in named if numbers is not None]

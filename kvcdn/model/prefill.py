@@ -49,9 +49,12 @@ class ScheduledPrefill:
         self._body = getattr(model, model.base_model_prefix, model)
         self._cache_argument = cache_argument(self._body.forward)
 
-    def run(self, token_ids: Sequence[int], start: int = 0) -> Iterator[PrefilledBlock]:
-        """Prefills `token_ids[start:]`, from a block's start, and yields each block when it is done."""
-        length = self._layout.block_tokens
+    def run(self, token_ids: Sequence[int], start: int = 0, pass_tokens: int | None = None) -> Iterator[PrefilledBlock]:
+        """Prefills `token_ids[start:]`, from a block's start, and yields each block when it is done.
+
+        With `pass_tokens` it runs on another schedule than the publisher's, and what it yields are no blocks.
+        """
+        length = pass_tokens or self._layout.block_tokens
         for begin in range(start, len(token_ids), length):
             yield self._run_block(token_ids[begin : begin + length], begin)
 
@@ -67,6 +70,10 @@ class ScheduledPrefill:
     def restore(self, layer: int, start: int, end: int) -> list[torch.Tensor]:
         """The places of tokens `start` to `end` of a layer, [n, heads, dim] each, to be filled before `resume`."""
         return self._layers[layer].rows(start, end)
+
+    def rows(self, tokens: int) -> list[tuple[torch.Tensor, ...]]:
+        """The first `tokens` tokens of every layer, [tokens, heads, dim] a tensor, on the CPU."""
+        return [tuple(tensor.cpu() for tensor in layer.rows(0, tokens)) for layer in self._layers]
 
     def resume(self, tokens: int) -> None:
         """Declares the first `tokens` tokens valid, after `restore` filled them."""

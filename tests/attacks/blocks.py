@@ -65,6 +65,9 @@ def structure_attacks() -> Iterator[Attack]:
         "tokens-more-than-one-pass": (("producer", "chunk_tokens"), 4, "not one block"),
         "start-inside-a-block": (("start",), 1, "not one block"),
         "start-beyond-every-model": (("start",), (1 << 24) + 1024, "start"),
+        "lossy-codec-in-native-precision": (("segments", 0, "parts", 0, "codec"), "quant", "not one of native precision"),
+        "lossy-without-a-certificate": (("precision",), "int8", "'certificate' is missing"),
+        "native-with-a-certificate": (("certificate",), {}, "unknown field 'certificate'"),
         "two-parts-named-k": (("segments", 0, "parts", 1, "name"), "k", "layer 0 holds"),
     }
     for name, (path, value, says) in changes.items():
@@ -124,7 +127,7 @@ def identity_attacks() -> Iterator[Attack]:
     }
     for name, (path, value, says) in changes.items():
         yield Attack(name, block.with_field(path, value).write(), says, Reader.CLIENT)
-    yield Attack("precision-unknown", block.with_field(("precision",), "int8").write(), "precision")
+    yield Attack("precision-unknown", block.with_field(("precision",), "int9").write(), "precision")
     yield Attack("kind-unknown", block.with_field(("segments", 0, "kind"), "state").write(), "kind")
     yield Attack("kind-indexed-without-an-index", block.with_field(("segments", 1, "kind"), "indexed").write(), "parts")
     index = block.with_field(("segments", 1, "parts", 1, "name"), "i").write()

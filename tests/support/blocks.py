@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from kvcdn.block import open_header, seal_block
+from kvcdn.certificate import Certificate
+from kvcdn.codec import Buffer, Encoded
+from kvcdn.codecs.choice import encode_tensor
 from kvcdn.digest import Digest, hash_bytes
 from kvcdn.keys import ModelIdentity, Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.layout import Layout
@@ -57,6 +62,54 @@ def make_model(*, layers: int = 2, heads: int = 2, dim: int = 32, dtype: str = "
 def make_producer(model: ModelIdentity) -> Producer:
     """A producer as a publisher of `model` would record it."""
     return Producer("2.6", "5.15", "cpu", "sdpa", model.layout.block_tokens)
+
+
+CERTIFICATE = Certificate(256, 32, 32, 1_800_000, 12_000_000, 1_700_000, 15_900_000, 15_800_000, 980_000)
+"""The figures of a real document in int8."""
+
+
+def make_lossy_document(precision: str) -> Document:
+    """A document of two blocks of smooth random KV in a lossy precision."""
+    model = replace(make_model(layers=2, heads=2, dim=32), precision=precision)
+    rng = np.random.default_rng(3)
+    token_ids = tuple(range(1100))
+    names, key, producer = PrefixNames.of(model, Namespace.public(), token_ids), SigningKey.generate(), make_producer(model)
+    blocks, raw, entries = {}, {}, []
+    for name in names.blocks:
+        tensors: list[list[Buffer | Encoded]] = []
+        for layer in model.layout.layers:
+            values = [rng.normal(size=tensor.shape(name.tokens)).astype("<f4") for tensor in layer.tensors]
+            patterns = [(array.view("<u4") >> 16).astype("<u2").tobytes() for array in values]
+            last = name is names.blocks[-1]
+            tensors.append(
+                [
+                    encode_tensor(data, spec, name, precision, last=last)
+                    for data, spec in zip(patterns, layer.tensors, strict=True)
+                ]
+            )
+        data = b"".join(seal_block(model, name, producer, tensors, key, CERTIFICATE))
+        object_key = block_key(model.tag, name.address)
+        blocks[object_key] = data
+        raw[object_key] = [
+            [bytes(part.decoded) if isinstance(part, Encoded) else bytes(part) for part in each] for each in tensors
+        ]
+        entries.append(BlockEntry(name.address, name.tokens, len(data), open_header(data, "block").etag))
+    manifest = Manifest(
+        address=names.manifest_address,
+        fingerprint=model.fingerprint,
+        model_name=model.name,
+        layout=model.layout,
+        precision=precision,
+        tokens=len(token_ids),
+        blocks=tuple(entries),
+        created=CREATED,
+        expires=None,
+        label="",
+        producer=producer,
+        certificate=CERTIFICATE,
+    )
+    address = manifest_key(model.tag, names.manifest_address)
+    return Document(model, names, key, token_ids, address, manifest.seal(key), blocks, raw)
 
 
 def make_document(

@@ -1,0 +1,301 @@
+"""One run of a publisher: the blocks and the manifest of one prefix, brought to the origin.
+
+While a block is computed, the one before is encoded, sealed and created. Blocks come first, the manifest last, nothing is
+overwritten. Blocks that exist (a shared prefix, an earlier run) are loaded instead of computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kvcdn.block import BlockHeader, open_header, open_segment, seal_block
+from kvcdn.certificate import Certificate
+from kvcdn.codec import Buffer, Encoded
+from kvcdn.digest import hash_bytes
+from kvcdn.errors import CorruptError, NotFoundError
+from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_key
+from kvcdn.manifest import BlockEntry, Manifest, open_manifest
+from kvcdn.model.load import LoadedModel
+from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
+from kvcdn.model.speed import remember_prefill
+from kvcdn.origin.lease import Lease
+from kvcdn.seal import ObjectKeys
+from kvcdn.signing import SigningKey, TrustList
+from kvcdn.store import BlobStore
+
+_UPLOADS_IN_FLIGHT = 2
+"""Blocks being encoded or uploaded while the next is computed; each holds its raw KV, some 16 MB, in memory."""
+
+
+@dataclass(frozen=True)
+class PublishProgress:
+    """What a run has done so far."""
+
+    tokens_done: int
+    tokens_total: int
+    tokens_loaded: int
+    bytes_stored: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PublishResult:
+    """What a run did.
+
+    `status` is `published`; `exists` where all of it was there and nothing was done; `repaired` where the manifest was
+    there, but not all of its blocks.
+    """
+
+    status: str
+    address: str
+    model: str
+    fingerprint: str
+    namespace: str
+    precision: str
+    certificate: dict[str, int] | None
+    tokens: int
+    blocks: int
+    blocks_uploaded: int
+    tokens_computed: int
+    tokens_loaded: int
+    raw_bytes: int
+    stored_bytes: int
+    uploaded_bytes: int
+    ratio: float
+    seconds: float
+    prefill_seconds: float
+    tokens_per_second: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Run:
+    """One publish in progress."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        store: BlobStore,
+        key: SigningKey,
+        trust: TrustList,
+        names: PrefixNames,
+        progress: Callable[[PublishProgress], None],
+    ) -> None:
+        self.loaded = loaded
+        self._store = store
+        self._key = key
+        self._trust = trust
+        self.names = names
+        self._progress = progress
+        self._started = time.perf_counter()
+        self._prefill_seconds = 0.0
+        self._tokens_loaded = 0
+        self._tokens_computed = 0
+        self._uploaded: list[int] = []
+        self._outcome: tuple[str, Manifest] | None = None
+
+    def publish(self, token_ids: Sequence[int], label: str, expires: int | None) -> None:
+        """Brings the prefix to the origin as the model computes it."""
+        existing = self.existing_manifest()
+        if existing is not None and self.is_complete():
+            self.leave(existing)
+        else:
+            self.write(lambda: self._compute_blocks(token_ids), existing, label=label, expires=expires)
+
+    def leave(self, manifest: Manifest) -> None:
+        """There is nothing to be done."""
+        self._outcome = "exists", manifest
+
+    def write(
+        self,
+        blocks: Callable[[], list[BlockEntry]],
+        existing: Manifest | None,
+        certificate: Certificate | None = None,
+        *,
+        label: str,
+        expires: int | None,
+    ) -> None:
+        """Writes what `blocks` writes, and then the manifest; `existing` is one whose blocks are not all there."""
+        names = self.names
+        key = manifest_key(names.model.tag, names.manifest_address)
+        with Lease(self._store, names.model.tag, [block.address for block in names.blocks]) as lease:
+            entries = blocks()
+            if existing is not None:
+                # Somebody removed blocks under it. The new ones have other salts, sizes and etags: the manifest is made anew.
+                self._store.delete(key)
+            manifest = Manifest(
+                address=names.manifest_address,
+                fingerprint=names.model.fingerprint,
+                model_name=names.model.name,
+                layout=names.model.layout,
+                precision=names.model.precision,
+                tokens=names.tokens,
+                blocks=tuple(entries),
+                created=int(time.time()),
+                expires=expires,
+                label=label,
+                producer=self.loaded.producer,
+                certificate=certificate,
+            )
+            lease.require()
+            self._store.create(key, [manifest.seal(self._key)])
+        self._outcome = "published" if existing is None else "repaired", manifest
+
+    def existing_manifest(self) -> Manifest | None:
+        """The manifest of this very prefix, if it is there, sound and trusted."""
+        key = manifest_key(self.names.model.tag, self.names.manifest_address)
+        try:
+            data = self._store.read(key)
+        except NotFoundError:
+            return None
+        what = f"manifest {self.names.manifest_address}"
+        manifest = open_manifest(data, what)
+        if manifest.address != self.names.manifest_address or manifest.publisher is None:
+            raise CorruptError(f"{what}: another manifest lies under this name", hint=f"remove {key} from {self._store.url}")
+        self._trust.require(manifest.publisher, what)
+        return manifest
+
+    def is_complete(self) -> bool:
+        """Whether every block is there: blocks may have been removed under a manifest."""
+        return all(self.exists(block) for block in self.names.blocks)
+
+    def compute(self, token_ids: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        """The exact KV of the prefix, [tokens, heads, dim] a tensor of each layer: loaded where it is there, else computed."""
+        prefill = ScheduledPrefill(self.loaded.model, self.names.model.layout, len(token_ids))
+        self._load_existing(prefill)
+        for block in prefill.run(token_ids, start=self._tokens_loaded):
+            self._count(block)
+            self._report()
+        return prefill.rows(len(token_ids))
+
+    def after(self, other: Run) -> None:
+        """Counts what `other` has loaded and computed, and its time, as of this run."""
+        self._started, self._prefill_seconds = other._started, other._prefill_seconds
+        self._tokens_loaded, self._tokens_computed = other._tokens_loaded, other._tokens_computed
+
+    def _compute_blocks(self, token_ids: Sequence[int]) -> list[BlockEntry]:
+        """Brings every block to the origin and returns their entries in order."""
+        prefill = ScheduledPrefill(self.loaded.model, self.names.model.layout, len(token_ids))
+        entries = self._load_existing(prefill)
+        with ThreadPoolExecutor(_UPLOADS_IN_FLIGHT, thread_name_prefix="kvcdn-upload") as pool:
+            pending: list[Future[BlockEntry]] = []
+            try:
+                for block in prefill.run(token_ids, start=self._tokens_loaded):
+                    self._count(block)
+                    name = self.names.blocks[len(entries) + len(pending)]
+                    pending.append(pool.submit(self.write_block, name, block.raw_layers()))
+                    if len(pending) >= _UPLOADS_IN_FLIGHT:
+                        entries.append(pending.pop(0).result())
+                    self._report()
+                while pending:
+                    entries.append(pending.pop(0).result())
+                    self._report()
+            finally:
+                for future in pending:
+                    future.cancel()
+        remember_prefill(self.loaded, self._tokens_computed, self._prefill_seconds)
+        return entries
+
+    def _count(self, block: PrefilledBlock) -> None:
+        self._prefill_seconds += block.seconds
+        self._tokens_computed += block.end - block.start
+
+    def _load_existing(self, prefill: ScheduledPrefill) -> list[BlockEntry]:
+        """Fills the model's cache from the blocks that lead the chain and exist, so that computing goes on behind them."""
+        missing = next((block.index for block in self.names.blocks if not self.exists(block)), len(self.names.blocks))
+        entries = []
+        for name in self.names.blocks[:missing]:
+            entries.append(self.load_block(name, prefill.restore))
+            self._tokens_loaded = name.end
+            self._report()
+        prefill.resume(self._tokens_loaded)
+        return entries
+
+    def exists(self, name: BlockName) -> bool:
+        """Whether the block is there."""
+        return self._store.stat(block_key(self.names.model.tag, name.address)) is not None
+
+    def load_block(self, name: BlockName, places_of: Callable[[int, int, int], Sequence[torch.Tensor]]) -> BlockEntry:
+        """Decodes a block that is there into `places_of(layer, start, end)`. Raises CorruptError, or UntrustedError."""
+        key = block_key(self.names.model.tag, name.address)
+        data = self._store.read(key)
+        try:
+            header = self._checked_header(data, name)
+            keys = ObjectKeys(name.content_key, header.salt)
+            keys.check_commitment(header.commitment, f"block {name.address}")
+            scratch = bytearray()
+            for segment in header.segments:
+                begin = header.envelope_bytes + segment.offset
+                places = places_of(segment.layer, name.start, name.end)
+                cpu = [place if place.device.type == "cpu" else place.cpu() for place in places]
+                stored = memoryview(data)[begin : begin + segment.length]
+                open_segment(header, keys, segment.layer, stored, scratch, [tensor_bytes(tensor) for tensor in cpu])
+                for place, tensor in zip(places, cpu, strict=True):
+                    if place is not tensor:
+                        place.copy_(tensor)
+        except CorruptError as error:
+            raise CorruptError(f"{error} ({key} at {self._store.url})", hint="remove the object and publish again") from None
+        return BlockEntry(name.address, name.tokens, len(data), header.etag)
+
+    def _checked_header(self, data: bytes, name: BlockName) -> BlockHeader:
+        what = f"block {name.address}"
+        header = open_header(data, what)
+        self._trust.require(header.publisher, what)
+        header.require(self.names.model, name, what)
+        if header.size != len(data):
+            raise CorruptError(f"{what}: the object has {len(data)} bytes, its header says {header.size}")
+        return header
+
+    def write_block(
+        self, name: BlockName, layers: Sequence[Sequence[Buffer | Encoded]], certificate: Certificate | None = None
+    ) -> BlockEntry:
+        """Seals a block and creates it at the origin."""
+        pieces = seal_block(self.names.model, name, self.loaded.producer, layers, self._key, certificate)
+        size = sum(map(len, pieces))
+        if self._store.create(block_key(self.names.model.tag, name.address), pieces):
+            self._uploaded.append(size)
+            self._report()
+            return BlockEntry(name.address, name.tokens, size, hash_bytes(pieces[0]))
+        # Another publisher was faster. Its block is as good as ours if we trust it.
+        data = self._store.read(block_key(self.names.model.tag, name.address))
+        return BlockEntry(name.address, name.tokens, len(data), self._checked_header(data, name).etag)
+
+    def _report(self) -> None:
+        done = self._tokens_loaded + self._tokens_computed
+        elapsed = time.perf_counter() - self._started
+        self._progress(PublishProgress(done, self.names.tokens, self._tokens_loaded, sum(self._uploaded), elapsed))
+
+    def result(self, namespace: Namespace) -> PublishResult:
+        """What this run did. It has written, or left, a manifest."""
+        if self._outcome is None:
+            raise RuntimeError("this run has not ended")
+        status, manifest = self._outcome
+        speed = self._tokens_computed / self._prefill_seconds if self._prefill_seconds else None
+        return PublishResult(
+            status=status,
+            address=str(manifest.address),
+            model=manifest.model_name,
+            fingerprint=str(manifest.fingerprint),
+            namespace=namespace.name,
+            precision=manifest.precision,
+            certificate=manifest.certificate.to_json() if manifest.certificate else None,
+            tokens=manifest.tokens,
+            blocks=len(manifest.blocks),
+            blocks_uploaded=len(self._uploaded),
+            tokens_computed=self._tokens_computed,
+            tokens_loaded=self._tokens_loaded,
+            raw_bytes=manifest.raw_bytes,
+            stored_bytes=manifest.stored_bytes,
+            uploaded_bytes=sum(self._uploaded),
+            ratio=round(manifest.stored_bytes / manifest.raw_bytes, 4),
+            seconds=round(time.perf_counter() - self._started, 3),
+            prefill_seconds=round(self._prefill_seconds, 3),
+            tokens_per_second=round(speed, 1) if speed else None,
+        )

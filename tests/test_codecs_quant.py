@@ -1,0 +1,125 @@
+"""Numbers on grids: near what went in, the same bits for every reader, and nothing but CorruptError from anything else."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from attacks.payloads import RAW, ROWS, payloads, sound_grid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcdn.codec import Rows, decode_part, pack, unpack
+from kvcdn.codecs.numbers import to_float32, write_rounded
+from kvcdn.codecs.quant import Grid, encode_grid
+from kvcdn.errors import CorruptError
+
+GRIDS = st.builds(
+    Grid,
+    st.integers(2, 8),
+    st.integers(1, 50),
+    st.sampled_from([1, 2, 4, 8]),
+    st.booleans(),
+    st.integers(0, 4),
+    st.integers(0, 4),
+)
+
+
+def decoded(data: bytes, rows: Rows, size: int) -> bytes:
+    """What a reader makes of `data`, with sentinels around the place it may write to."""
+    memory = bytearray(b"\xa5" * (size + 64))
+    with memoryview(memory) as view, view[32 : 32 + size] as out:
+        decode_part("quant", data, rows, out, "part")
+    assert bytes(memory[:32] + memory[32 + size :]) == b"\xa5" * 64
+    return bytes(memory[32 : 32 + size])
+
+
+@settings(max_examples=150, deadline=None)
+@given(GRIDS, st.integers(1, 60), st.sampled_from(["bfloat16", "float16", "float32"]), st.integers(0, 2**32 - 1))
+def test_numbers_come_back_within_a_step(grid: Grid, tokens: int, dtype: str, seed: int) -> None:
+    """Every number is at most half a step, and its own rounding, away; the rows at the ends are the same to the bit."""
+    rng = np.random.default_rng(seed)
+    values = (rng.normal(size=(tokens, 2, 8)) * np.exp(3 * rng.normal(size=(1, 2, 8)))).astype(np.float32)
+    raw = bytearray(values.size * (4 if dtype == "float32" else 2))
+    write_rounded(values.copy(), dtype, memoryview(raw))
+    encoded = encode_grid(bytes(raw), Rows(dtype, values.shape), grid)
+    assert encoded is not None
+    found = decoded(encoded.data, Rows(dtype, values.shape), len(raw))
+    assert bytes(encoded.decoded) == found
+    lead, row = min(grid.lead, tokens), len(raw) // tokens
+    assert bytes(raw[: lead * row]) == found[: lead * row]
+    before, after = (to_float32(data, dtype).reshape(values.shape) for data in (bytes(raw), found))
+    for start in range(lead, tokens, grid.tokens):
+        group = before[start : start + grid.tokens]
+        spread = 2 * np.abs(group).max((0, 2)) / ((1 << grid.bits) - 2)
+        error = np.abs(after[start : start + grid.tokens] - group).max((0, 2))
+        assert (error <= 0.51 * spread + np.abs(group).max((0, 2)) / 64).all()
+
+
+def test_finer_grids_are_nearer() -> None:
+    """Each bit more halves the error, about."""
+    errors = []
+    for bits in range(2, 9):
+        encoded = encode_grid(RAW, ROWS, Grid(bits, 8, 1, centred=False))
+        assert encoded is not None
+        errors.append(float(np.abs(to_float32(encoded.decoded, "bfloat16") - to_float32(RAW, "bfloat16")).mean()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[6] < errors[2] / 8
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_left_to_lossless_codecs(value: float) -> None:
+    """No grid has a place for it."""
+    values = np.ones((4, 1, 4), "<f4")
+    values[2, 0, 1] = value
+    assert encode_grid(values.tobytes(), Rows("float32", (4, 1, 4)), Grid(8, 2, 1, centred=False)) is None
+
+
+def test_largest_numbers_have_no_grid_of_bfloat16_steps() -> None:
+    """A step that would be infinite is not written."""
+    values = np.full((4, 1, 4), np.finfo("<f4").max, "<f4")
+    values[0] = -values[0]
+    assert encode_grid(values.tobytes(), Rows("float32", (4, 1, 4)), Grid(8, 4, 1, centred=False)) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_blocks_of_exact_rows_only(tokens: int) -> None:
+    """A document shorter than its exact rows is all exact."""
+    raw = RAW[: tokens * 64]
+    encoded = encode_grid(raw, Rows("bfloat16", (tokens, 2, 16)), Grid(4, 8, 1, centred=False, lead=4, trail=16))
+    assert encoded is not None
+    assert raw == encoded.decoded
+
+
+@pytest.mark.parametrize("payload", payloads(), ids=lambda payload: payload.name)
+def test_hostile_payloads_are_refused(payload) -> None:
+    """The one error, from the check that was meant, and no byte beside the place."""
+    with pytest.raises(CorruptError, match=payload.says):
+        decoded(payload.data, ROWS, len(RAW))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([sound_grid(Grid(4, 8, 1, centred=False, lead=3)), sound_grid(Grid(8, 1, 16, centred=True))]),
+    st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=6),
+    st.integers(0, 4000),
+)
+def test_any_damage_is_refused_or_decodes_in_place(data: bytes, changes: list[tuple[int, int]], cut: int) -> None:
+    """Whatever is changed: other numbers, or the one error."""
+    changed = bytearray(data)
+    for place, value in changes:
+        changed[place % len(changed)] = value
+    with suppress(CorruptError):
+        decoded(bytes(changed[: len(changed) - cut // 16 if cut % 16 == 0 else None]), ROWS, len(RAW))
+
+
+@given(st.binary(max_size=300), st.sampled_from([1, 2]))
+def test_streams_are_never_longer_than_what_they_hold(raw: bytes, typesize: int) -> None:
+    """Packed or as they are, and told apart by their length."""
+    raw = raw[: len(raw) // 2 * 2] * 3
+    packed = pack(raw, typesize)
+    assert len(packed) <= len(raw)
+    out = bytearray(len(raw))
+    unpack(packed, typesize, memoryview(out), "stream")
+    assert raw == bytes(out)
