@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from transformers.cache_utils import Cache
 
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.gate import Gate
 from kvcdn.client.match import PublishedPrefix, find_published
+from kvcdn.client.plan import Aim
+from kvcdn.client.race import Race
 from kvcdn.client.report import MissReason, Report
-from kvcdn.client.transport import Source
+from kvcdn.client.supply import Supply
 from kvcdn.errors import KvcdnError, MismatchError
-from kvcdn.keys import Chain, Namespace
-from kvcdn.model.cache import GROWTH_TOKENS, build_cache
+from kvcdn.keys import Chain
+from kvcdn.model.cache import build_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.speed import prefill_speed
 from kvcdn.model.tokens import Prompt
 
 
-@dataclass(frozen=True)
-class Supply:
-    """Where caches come from, and what they pass before their use: what all prompts of a client share."""
-
-    source: Source
-    gate: Gate
-    namespace: Namespace
-
-
 class Attempt:
-    """Looks one prompt up and starts fetching what is published of it. `close` when done.
+    """Looks one prompt up and starts bringing what is published of it here. `close` when done.
 
     `length` is how many leading tokens the cache holds, or will hold: at least one is left for the model to read, since
     its logits begin the answer. `report` says where they came from, and why there are not more.
     """
 
-    def __init__(self, loaded: LoadedModel, supply: Supply, prompt: Prompt, report: Report) -> None:
+    def __init__(self, loaded: LoadedModel, supply: Supply, prompt: Prompt, report: Report, aim: Aim) -> None:
+        asked = time.perf_counter() - sum(report.seconds.values())
         self.prompt = prompt
         self.report = report
         self._loaded = loaded
         self._supply = supply
         self._published = self._match()
         self.length = min(self._published.tokens, len(prompt.token_ids) - 1)
-        self.fetch: PrefixFetch | None = self._start_fetch() if self.length > 0 else None
+        blocks = self._published.blocks
+        self.race: Race | None = None
+        if self.length > 0:
+            self.race = Race(loaded, supply, prompt.token_ids, blocks, length=self.length, aim=aim, asked=asked)
         self._explain_short_match()
+
+    @property
+    def fetch(self) -> PrefixFetch | None:
+        """What is fetched, if anything is."""
+        return None if self.race is None else self.race.fetch
 
     def _match(self) -> PublishedPrefix:
         started = time.perf_counter()
@@ -56,17 +57,6 @@ class Attempt:
             return PublishedPrefix(())
         finally:
             self.report.seconds["match"] = time.perf_counter() - started
-
-    def _start_fetch(self) -> PrefixFetch:
-        return PrefixFetch(
-            self._supply.source,
-            self._loaded.identity,
-            self._published.blocks,
-            length=self.length,
-            capacity=len(self.prompt.token_ids) + GROWTH_TOKENS,
-            device=self._loaded.model.device,
-            trust=self._supply.gate.trust,
-        )
 
     def _explain_short_match(self) -> None:
         # The first boundary is the end of the document, or of a chat's opening message.
@@ -80,48 +70,59 @@ class Attempt:
             )
 
     def streaming_cache(self) -> Cache | None:
-        """A cache that may still be arriving, handed out when the model had better start; None where nothing is published.
+        """A cache that may still be arriving, handed out when the model had better start; None where there is none.
 
-        Its layers, and this call, raise the error that ended the fetch; `complete_cache` then has what is left.
+        Its layers raise the error that ended the fetch, or ReplannedError where waiting is not the fastest way any more;
+        `complete_cache` then goes on.
         """
-        if self.fetch is None:
+        race = self.race
+        if race is None:
             return None
-        self.fetch.wait_until_overlap_pays()
-        return build_cache(self._loaded.model, self.fetch.layers)
+        if race.run(stream=True):
+            return self.complete_cache()
+        return build_cache(self._loaded.model, race.layers)
 
     def complete_cache(self) -> Cache | None:
-        """The whole cache, or what arrived of it, or None; records in the report which, and why."""
-        fetch = self.fetch
-        if fetch is None:
+        """The whole cache, or what there will be of it, or None; records in the report which, and why."""
+        race = self.race
+        if race is None:
             return None
         try:
-            fetch.wait()
-        except KvcdnError as error:
-            self.report.miss(error)
-            usable = fetch.salvage()
-            self._published = PublishedPrefix(self._published.blocks[:usable])
-            self.length = min(self._published.tokens, self.length)
+            race.run(stream=False)
+        except BaseException:
+            self.close()
+            raise
+        usable = race.blocks_usable
+        self._published = PublishedPrefix(self._published.blocks[:usable])
+        self.length = min(self._published.tokens, self.length)
         self.record()
         if not self.length:
             return None
-        for layer in fetch.layers:
+        for layer in race.layers:
             layer.declare(self.length)
-        return build_cache(self._loaded.model, fetch.layers)
+        return build_cache(self._loaded.model, race.layers)
 
     def record(self) -> None:
-        """Writes what the fetch delivered into the report."""
-        fetch, report = self.fetch, self.report
-        if fetch is None:
+        """Writes what came of the race into the report."""
+        race, report = self.race, self.report
+        if race is None:
             return
-        fetch.close()
-        report.tokens_reused = self.length
-        report.blocks_reused = len(self._published.blocks)
-        report.bytes_fetched = fetch.bytes_fetched
+        race.close()
+        if race.error is not None:
+            report.miss(race.error)
+        elif report.reason is None and race.planned:
+            report.reason, report.detail = MissReason.PLANNED, race.planned
+        here = [self._published.blocks[index] for index in race.computed]
+        report.tokens_computed = sum(min(name.end, self.length) - name.start for name in here)
+        report.tokens_reused = self.length - report.tokens_computed
+        report.blocks_reused = len(self._published.blocks) - len(here)
+        report.bytes_fetched = race.bytes_fetched
         report.bytes_raw = self._loaded.identity.layout.needed_bytes(self.length)
-        report.seconds["fetch"] = fetch.seconds
+        report.seconds["fetch"] = race.history.fetching_s
+        report.plan = race.history.to_json()
         speed = prefill_speed(self._loaded)
         if speed:
-            report.seconds_saved = self.length / speed - report.seconds["match"] - fetch.seconds
+            report.seconds_saved = speed.seconds(0, self.length) - report.seconds["match"] - race.spent_s
 
     def vouched_for(self) -> bool:
         """Whether the publishers of what is fetched, as far as known by now, have passed the canary before.
@@ -142,12 +143,12 @@ class Attempt:
             self._supply.gate.admit(fetch.layers, fetch.headers, self.prompt.token_ids, self.length, report, audit=audit)
         except MismatchError as error:
             report.miss(error)
-            self.length = report.tokens_reused = report.blocks_reused = report.bytes_raw = 0
+            self.length = report.tokens_reused = report.tokens_computed = report.blocks_reused = report.bytes_raw = 0
             report.seconds_saved = None
             return None
         return cache
 
     def close(self) -> None:
         """Stops what is still on its way."""
-        if self.fetch is not None:
-            self.fetch.close()
+        if self.race is not None:
+            self.race.close()

@@ -20,11 +20,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from kvcdn.client.attempt import Attempt, Supply
+from kvcdn.client.attempt import Attempt
 from kvcdn.client.gate import Gate
 from kvcdn.client.generation import FirstTokenClock, refuse_what_we_own
+from kvcdn.client.plan import Aim, Prices
 from kvcdn.client.report import Report
 from kvcdn.client.sources import open_source
+from kvcdn.client.supply import Supply
 from kvcdn.client.transport import Source
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
@@ -43,7 +45,10 @@ PromptLike = str | Messages | Prompt
 
 @dataclass
 class Prepared:
-    """What generate() takes: [1, n] ids and mask, and a cache of the first `report.tokens_reused` tokens."""
+    """What generate() takes: [1, n] ids and mask, and a cache of the prompt's beginning.
+
+    It holds the first `report.tokens_reused + report.tokens_computed` tokens.
+    """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
@@ -81,13 +86,18 @@ class Client:
         namespace: str | Namespace | None = None,
         token: str | None = None,
         audit: float = 0.0,
+        mode: str = "auto",
+        deadline: float | None = None,
+        prefer: str = "fastest",
+        prices: Prices | None = None,
     ) -> None:
         """Binds a loaded model, which may be a model of peft, to its checkpoint and opens `source`.
 
         `checkpoint` names the files `model` was loaded from, where the model does not know; `adapters` the folder of each LoRA
         adapter by its name in the model; `trust` and `namespace` default to the user's trust list and the public namespace;
-        `audit` is the probability with which one block of a prompt is recomputed. Raises UsageError; an unsupported model is no
-        error, but a miss.
+        `audit` is the probability with which one block of a prompt is recomputed. `mode` is auto, fetch, compute or both;
+        `deadline` is in seconds from the question to the first token; `prefer` is fastest, or cheapest at these `prices`: each
+        can be given for a single prompt as well. Raises UsageError; an unsupported model is no error, but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
@@ -97,6 +107,7 @@ class Client:
         self.trust = load_trust() if trust is None else trust
         self._audit = audit
         self.namespace = namespace if isinstance(namespace, Namespace) else load_namespace(namespace)
+        self._aim = Aim.of(mode, deadline, prefer, prices)
         self._cache_argument = cache_argument(model.forward)
         self.loaded: LoadedModel | None = None
         self._unsupported: UnsupportedModelError | None = None
@@ -162,22 +173,30 @@ class Client:
     def generate(self, prompt: PromptLike, **options: Any) -> Answer:
         """Continues `prompt` from its longest published prefix; `options` go to the model's own generate.
 
-        The model starts before everything has arrived. Raises UsageError for several beams or sequences, whose caches differ.
+        But for `mode`, `deadline`, `prefer` and `prices`, which are the constructor's, for this prompt. The model starts before
+        everything has arrived. Raises UsageError for several beams or sequences, whose caches differ.
         """
         started = time.perf_counter()
         return self._generate(self.encode(prompt), started, options)
 
-    def prepare(self, prompt: PromptLike) -> Prepared:
-        """Inputs for your own call of `model.generate`, complete and verified when this returns."""
+    def prepare(self, prompt: PromptLike, **wishes: Any) -> Prepared:
+        """Inputs for your own call of `model.generate`, complete and verified when this returns.
+
+        `wishes` are those of `generate` that are not the model's.
+        """
         started = time.perf_counter()
+        aim = self._aim.changed_by(wishes)
+        if wishes:
+            raise UsageError(f"prepare() takes no {min(wishes)}", hint="mode, deadline, prefer and prices")
         encoded = self.encode(prompt)
-        report, attempt = self._attempt(encoded, started)
+        report, attempt = self._attempt(encoded, started, aim)
         cache = None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
         return self._prepared(encoded, report, cache)
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
+        aim = self._aim.changed_by(options)
         refuse_what_we_own(options, self.model)
-        report, attempt = self._attempt(prompt, started)
+        report, attempt = self._attempt(prompt, started, aim)
         clock = FirstTokenClock()
         options = {**options, "stopping_criteria": [*options.get("stopping_criteria", ()), clock]}
         try:
@@ -188,6 +207,8 @@ class Client:
                 attempt.close()
         report.seconds["first_token"] = clock.at - started
         report.seconds["total"] = time.perf_counter() - started
+        if aim.deadline_s is not None:
+            report.plan["deadline"] = {"seconds": aim.deadline_s, "met": report.seconds["first_token"] <= aim.deadline_s}
         new = tuple(int(token) for token in output[0, len(prompt.token_ids) :])
         return Answer(self.tokenizer.decode(new, skip_special_tokens=True), new, report)
 
@@ -216,7 +237,7 @@ class Client:
             remember_prefill(self.loaded, len(prompt.token_ids), clock.at - started)
         return output
 
-    def _attempt(self, prompt: Prompt, started: float) -> tuple[Report, Attempt | None]:
+    def _attempt(self, prompt: Prompt, started: float, aim: Aim) -> tuple[Report, Attempt | None]:
         """The report of a prompt that was begun at `started`, and the attempt, where the model is supported."""
         report = Report(self.source.url, len(prompt.token_ids))
         report.seconds["tokenize"] = time.perf_counter() - started
@@ -225,7 +246,7 @@ class Client:
         except UnsupportedModelError as error:
             report.miss(error)
             return report, None
-        return report, Attempt(loaded, self._supply, prompt, report)
+        return report, Attempt(loaded, self._supply, prompt, report, aim)
 
     def current(self) -> LoadedModel:
         """The model, bound to the adapters it applies now. Raises UnsupportedModelError."""

@@ -27,6 +27,7 @@ class MissReason(enum.StrEnum):
     MISMATCH = "mismatch"
     UNSUPPORTED_MODEL = "unsupported-model"
     REFUSED = "refused"
+    PLANNED = "planned"
 
     @classmethod
     def of(cls, error: KvcdnError) -> Self:
@@ -65,15 +66,17 @@ class Audited:
 class Report:
     """One prompt. Tokens and bytes are counts; `seconds` by stage are wall time and may overlap.
 
-    `tokens_reused` were loaded, the rest of `tokens_total` was prefilled. `reason` and `detail` are set where less was
-    reused than the prompt offered. `seconds_saved` is what prefilling the reused tokens takes on this machine, as last
-    measured, less the time spent on loading them; None where that speed is not known yet. `audit` says which block was
-    recomputed, and what came of it, where one was.
+    `tokens_reused` were loaded, `tokens_computed` computed beside them on the publisher's schedule, and the rest of
+    `tokens_total` was prefilled by the model itself. `reason` and `detail` are set where less was reused than the prompt
+    offered. `plan` says which way was chosen and why (`client.race.History`). `seconds_saved` is what prefilling those tokens
+    takes on this machine, as last measured, less the time spent on having them; None where that speed is not known yet.
+    `audit` says which block was recomputed, and what came of it, where one was.
     """
 
     source: str
     tokens_total: int = 0
     tokens_reused: int = 0
+    tokens_computed: int = 0
     blocks_reused: int = 0
     bytes_fetched: int = 0
     bytes_raw: int = 0
@@ -82,6 +85,7 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_saved: float | None = None
     audit: Audited | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
 
     def miss(self, error: KvcdnError) -> None:
         """Records why reuse ended where it did."""
@@ -95,6 +99,8 @@ class Report:
 
     def __str__(self) -> str:
         line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused, {self.bytes_fetched / 1e6:.1f} MB fetched"
+        if self.tokens_computed:
+            line += f", {self.tokens_computed:,} computed meanwhile"
         if "first_token" in self.seconds:
             line += f", first token after {self.seconds['first_token']:.2f} s"
         if self.seconds_saved is not None:

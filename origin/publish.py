@@ -21,7 +21,7 @@ from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_ke
 from kvcdn.manifest import MAX_BLOCKS, BlockEntry, Manifest, open_manifest
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
-from kvcdn.model.speed import remember_prefill
+from kvcdn.model.speed import Pass, remember_passes
 from kvcdn.origin.lease import Lease
 from kvcdn.seal import ObjectKeys
 from kvcdn.signing import SigningKey, TrustList
@@ -170,6 +170,7 @@ class _Run:
         self._progress = progress
         self._started = time.perf_counter()
         self._prefill_seconds = 0.0
+        self._passes: list[Pass] = []
         self._tokens_loaded = 0
         self._tokens_computed = 0
         self._uploaded: list[int] = []
@@ -201,6 +202,7 @@ class _Run:
             try:
                 for block in prefill.run(token_ids, start=self._tokens_loaded):
                     self._prefill_seconds += block.seconds
+                    self._passes.append(Pass(block.start, block.end, block.seconds))
                     self._tokens_computed += block.end - block.start
                     name = self._names.blocks[len(entries) + len(pending)]
                     pending.append(pool.submit(self._write_block, name, block))
@@ -213,7 +215,7 @@ class _Run:
             finally:
                 for future in pending:
                     future.cancel()
-        remember_prefill(self._loaded, self._tokens_computed, self._prefill_seconds)
+        remember_passes(self._loaded, self._passes)
         return entries
 
     def _load_existing(self, prefill: ScheduledPrefill) -> list[BlockEntry]:

@@ -213,9 +213,9 @@ FAULTS = {
     "a block is refused": Fault(when=b"GET /", answer=b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n"),
     "a block is gone": Fault(when=b"GET /", answer=b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"),
     "a block is cut in its header": Fault(when=b"GET /", pass_bytes=500),
-    "a block is cut in its body": Fault(when=b"GET /", pass_bytes=300_000),
-    "a block is reset": Fault(when=b"GET /", pass_bytes=300_000, reset=True),
-    "a block stalls": Fault(when=b"GET /", pass_bytes=300_000, stall=True),
+    "a block is cut in its body": Fault(when=b"GET /", pass_bytes=200_000),
+    "a block is reset": Fault(when=b"GET /", pass_bytes=200_000, reset=True),
+    "a block stalls": Fault(when=b"GET /", pass_bytes=200_000, stall=True),
 }
 
 

@@ -13,6 +13,7 @@ from kvcdn.cli.options import (
     Device,
     Edge,
     Endpoint,
+    Mode,
     Model,
     NamespaceName,
     Origin,
@@ -38,6 +39,12 @@ def ask(
     trust: TrustFile = None,
     device: Device = "cpu",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
+    mode: Annotated[
+        Mode, typer.Option(help="Fetch the cache, compute it, both until they meet; auto: what is fastest.")
+    ] = Mode.AUTO,
+    deadline: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds to the first token, to be met if it can be.")
+    ] = None,
     *,
     chat: Chat = False,
     as_json: AsJson = False,
@@ -54,7 +61,10 @@ def ask(
     quiet_libraries()
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
 
-    with Client.load(model, source, device=device, adapters=adapter or (), trust=trusted, namespace=namespace) as client:
+    wishes = {"mode": mode.value, "deadline": deadline}
+    with Client.load(
+        model, source, device=device, adapters=adapter or (), trust=trusted, namespace=namespace, **wishes
+    ) as client:
         answer = client.ask(content, question, max_new_tokens=max_tokens, do_sample=False)
     if as_json:
         print_json({"answer": answer.text, "token_ids": list(answer.token_ids), "report": answer.report.to_json()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +36,15 @@ Chat = Annotated[bool, typer.Option("--chat", help="Put the document into the mo
 TrustFile = Annotated[Path | None, typer.Option("--trust", help="Trust list to use in place of yours.")]
 Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+class Mode(enum.StrEnum):
+    """Ways to a cache, as `kvcdn.client.plan` has them."""
+
+    AUTO = "auto"
+    FETCH = "fetch"
+    COMPUTE = "compute"
+    BOTH = "both"
 
 
 def open_origin(origin: str | None, endpoint: str | None) -> BlobStore:
