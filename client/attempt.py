@@ -7,7 +7,6 @@ import time
 from transformers.cache_utils import Cache
 
 from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.gate import Gate
 from kvcdn.client.match import PublishedPrefix, find_published
 from kvcdn.client.plan import Aim
 from kvcdn.client.race import Race
@@ -89,6 +88,12 @@ class Attempt:
             return None
         try:
             race.run(stream=False)
+        except KvcdnError as error:
+            # The model does not compute what its files say: then what is published is not for it, either.
+            self.close()
+            self.report.miss(error)
+            self.length = 0
+            return None
         except BaseException:
             self.close()
             raise

@@ -15,6 +15,7 @@ from kvcdn import layout
 from kvcdn.client import MissReason, race
 from kvcdn.client.link import LinkEstimate
 from kvcdn.client.plan import Decision, Mode, decide
+from kvcdn.errors import MismatchError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.speed import Pass, prefill_speed, remember_passes
@@ -244,6 +245,22 @@ def test_an_error_of_the_model_is_raised_as_it_is(published, monkeypatch):
         client.prepare(asked(of), mode="both")
     with of.client(link) as client, pytest.raises(MemoryError, match="no room"):
         client.generate(asked(of), mode="both", **GREEDY)
+
+
+def test_a_model_that_cannot_be_gone_on_with_here_gets_no_cache(published, monkeypatch):
+    """A typed failure of the computing side is a miss, and the model answers by itself."""
+    of = published("llama")
+    link = SlowLink(of.store)
+    link.hold(1000)
+    wanted = expected_answer(of)
+
+    def fail(self, token_ids):
+        raise MismatchError("it was changed after loading")
+
+    monkeypatch.setattr(ScheduledPrefill, "_pass", fail)
+    with of.client(link) as client:
+        answer = client.generate(asked(of), mode="both", **GREEDY)
+    assert (wanted, MissReason.MISMATCH, 0) == (answer.token_ids, answer.report.reason, answer.report.tokens_reused)
 
 
 def test_several_prompts_at_once_race_on_one_model(published):
