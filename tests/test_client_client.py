@@ -116,7 +116,8 @@ def test_chat_messages_find_what_was_published_of_their_opening(tmp_path):
     opening = [{"role": "system", "content": TEXT[:6000]}]
     token_ids = encode_chat(loaded.tokenizer, opening, answer_follows=False).token_ids
     Publisher(loaded, store, key).publish(token_ids)
-    with Client(loaded.model, loaded.tokenizer, StoreSource(store), trust=TrustList.of(key.public)) as client:
+    trust = TrustList.of(key.public)
+    with Client(loaded.model, loaded.tokenizer, StoreSource(store), trust=trust, mode="fetch") as client:
         messages = [*opening, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
         answer = client.generate([*messages, {"role": "user", "content": "so?"}], **GREEDY)
     assert len(token_ids) == answer.report.tokens_reused

@@ -163,7 +163,7 @@ def fetch_peak(model: str, rig: Rig) -> int | None:
 
 def _peak_in_this_process(model: str, url: str, publishers: tuple[PublicKey, ...], document: str) -> int | None:
     quiet_libraries()
-    with Client.load(model, url, trust=TrustList.of(*publishers)) as client:
+    with Client.load(model, url, trust=TrustList.of(*publishers), mode="fetch") as client:
         # Everything but the fetch happens once before, so that only the fetch is counted.
         prompt = client.question(document, QUESTION)
         client.generate(Prompt(prompt.token_ids[:8]), max_new_tokens=1, do_sample=False)

@@ -61,7 +61,9 @@ def running_rig(
         published = publisher.publish(encode_text(tokenizer, text).token_ids, progress=progress)
         with launch_edge(origin=origin, cache_dir=Path(folder) / "cache", log_level="warning") as edge:
             source = open_source(edge.url)
-            with Client(transformer, tokenizer, source, checkpoint=checkpoint, trust=TrustList.of(key.public)) as client:
+            trust = TrustList.of(key.public)
+            # What is to be shown is fetching, also where something else would be faster.
+            with Client(transformer, tokenizer, source, checkpoint=checkpoint, trust=trust, mode="fetch") as client:
                 yield Rig(client, edge, text, published)
 
 
