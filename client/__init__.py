@@ -2,7 +2,8 @@
 
 from kvcdn.client.answer import Answer, Continuation, Prepared
 from kvcdn.client.client import Client
+from kvcdn.client.plan import Prices
 from kvcdn.client.report import Audited, MissReason, Report
 from kvcdn.client.streaming import AnswerStream
 
-__all__ = ["Answer", "AnswerStream", "Audited", "Client", "Continuation", "MissReason", "Prepared", "Report"]
+__all__ = ["Answer", "AnswerStream", "Audited", "Client", "Continuation", "MissReason", "Prepared", "Prices", "Report"]

@@ -3,64 +3,65 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from transformers.cache_utils import Cache
 
 from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.gate import Gate
-from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes
+from kvcdn.client.local import FetchedPrefix, LocalPrefix
 from kvcdn.client.match import PublishedPrefix, find_in_precisions
+from kvcdn.client.plan import Aim, Mode
+from kvcdn.client.race import Race
 from kvcdn.client.report import MissReason, Report
-from kvcdn.client.transport import Source
+from kvcdn.client.supply import Supply
 from kvcdn.errors import KvcdnError, MismatchError
-from kvcdn.keys import PRECISION_NATIVE, Chain, Namespace
-from kvcdn.model.cache import GROWTH_TOKENS, build_cache
+from kvcdn.keys import PRECISION_NATIVE, Chain
+from kvcdn.model.cache import build_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.speed import prefill_speed
 from kvcdn.model.tokens import Prompt
 
 
-@dataclass(frozen=True)
-class Supply:
-    """Where caches come from, and what they pass before their use: what all prompts of a client share."""
-
-    source: Source
-    gate: Gate
-    namespace: Namespace
-    precisions: tuple[str, ...]
-    max_kl: float | None
-    local: LocalPrefixes | None = None
-
-
 class Attempt:
-    """Looks one prompt up and starts fetching what is published of it. `close` when done.
+    """Looks one prompt up and starts bringing what is published of it here. `close` when done.
 
     `length` is how many leading tokens the cache holds, or will hold: at least one is left for the model to read, since
     its logits begin the answer. `report` says where they came from, and why there are not more.
     """
 
-    def __init__(self, loaded: LoadedModel, supply: Supply, prompt: Prompt, report: Report) -> None:
+    def __init__(self, loaded: LoadedModel, supply: Supply, prompt: Prompt, report: Report, aim: Aim) -> None:
+        asked = time.perf_counter() - sum(report.seconds.values())
         self.prompt = prompt
         self.report = report
         self._loaded = loaded
         self._supply = supply
-        self._fetched: FetchedPrefix | None = None
         self._identity = loaded.identity
+        self._fetched: FetchedPrefix | None = None
         chain = Chain(loaded.identity, supply.namespace, prompt.token_ids)
-        self._local = self._find_local(chain)
+        self._local = self._find_local(chain, aim)
         if self._local is not None and self._local.suffices(chain, prompt.boundaries):
             self._published = PublishedPrefix(self._local.blocks)
         else:
             self._published = self._match()
             self._prefer_longer()
         self.length = min(self._published.tokens, len(prompt.token_ids) - 1)
-        self.fetch: PrefixFetch | None = self._start_fetch() if self.length > 0 and self._local is None else None
+        self.race: Race | None = None
+        if self.length > 0 and self._local is None:
+            self.race = Race(
+                loaded,
+                self._identity,
+                supply,
+                prompt.token_ids,
+                self._published.blocks,
+                length=self.length,
+                aim=aim,
+                asked=asked,
+            )
         self._explain_short_match()
 
-    def _find_local(self, chain: Chain) -> LocalPrefix | None:
+    def _find_local(self, chain: Chain, aim: Aim) -> LocalPrefix | None:
         # What is kept is exact: it is better than any lossy form, and taken by whoever takes exact KV at all.
-        if self._supply.local is None or PRECISION_NATIVE not in self._supply.precisions:
+        wanted = aim.mode in (None, Mode.FETCH) and PRECISION_NATIVE in self._supply.precisions
+        if self._supply.local is None or not wanted:
             return None
         started, trust = time.perf_counter(), self._supply.gate.trust
         try:
@@ -78,9 +79,13 @@ class Attempt:
         else:
             self._local = None
 
+    @property
+    def fetch(self) -> PrefixFetch | None:
+        """What is fetched, if anything is."""
+        return None if self.race is None else self.race.fetch
+
     def _match(self) -> PublishedPrefix:
-        started = time.perf_counter()
-        supply = self._supply
+        started, supply = time.perf_counter(), self._supply
         try:
             self._identity, published = find_in_precisions(
                 supply.source, self._identity, supply.precisions, supply.namespace, self.prompt
@@ -91,23 +96,6 @@ class Attempt:
             return PublishedPrefix(())
         finally:
             self.report.seconds["match"] = time.perf_counter() - started
-
-    def _start_fetch(self) -> PrefixFetch:
-        fetch = PrefixFetch(
-            self._supply.source,
-            self._identity,
-            self._published.blocks,
-            length=self.length,
-            capacity=len(self.prompt.token_ids) + GROWTH_TOKENS,
-            device=self._loaded.model.device,
-            trust=self._supply.gate.trust,
-            max_kl=self._supply.max_kl,
-        )
-        if self._supply.local is not None and self._identity.precision == PRECISION_NATIVE:
-            # Where the prompt ends with a block, the model reads its last token itself, and writes over the row.
-            blocks = tuple(name for name in self._published.blocks if name.end <= self.length)
-            self._fetched = FetchedPrefix.of(fetch, self._loaded.identity, blocks, self._supply.gate.trust)
-        return fetch
 
     def _explain_short_match(self) -> None:
         # The first boundary is the end of the document, or of a chat's opening message.
@@ -121,63 +109,94 @@ class Attempt:
             )
 
     def streaming_cache(self) -> Cache | None:
-        """A cache that may still be arriving, handed out when the model had better start; None where nothing is published.
+        """A cache that may still be arriving, handed out when the model had better start; None where there is none.
 
-        Its layers, and this call, raise the error that ended the fetch; `complete_cache` then has what is left.
+        Its layers raise the error that ended the fetch, or ReplannedError where waiting is not the fastest way any more;
+        `complete_cache` then goes on.
         """
-        if self.fetch is None:
+        race = self.race
+        if race is None:
             return None
-        self.fetch.wait_until_overlap_pays()
-        return build_cache(self._loaded.model, self.fetch.layers)
+        if race.run(stream=True):
+            return self.complete_cache()
+        self._fetched = self._to_keep(race)
+        return build_cache(self._loaded.model, race.layers)
 
     def complete_cache(self) -> Cache | None:
-        """The whole cache, or what arrived of it, or None; records in the report which, and why."""
-        fetch = self.fetch
+        """The whole cache, or what there will be of it, or None; records in the report which, and why."""
+        race = self.race
         if self._local is not None and self.length:
             self.record()
             return build_cache(self._loaded.model, self._local.layers)
-        if fetch is None:
+        if race is None:
             return None
         try:
-            fetch.wait()
+            race.run(stream=False)
         except KvcdnError as error:
-            self._fetched = None
+            # The model does not compute what its files say: then what is published is not for it, either.
+            self.close()
             self.report.miss(error)
-            usable = fetch.salvage()
-            self._published = PublishedPrefix(self._published.blocks[:usable])
-            self.length = min(self._published.tokens, self.length)
+            self.length = 0
+            return None
+        except BaseException:
+            self.close()
+            raise
+        usable = race.blocks_usable
+        self._published = PublishedPrefix(self._published.blocks[:usable])
+        self.length = min(self._published.tokens, self.length)
         self.record()
         if not self.length:
             return None
-        for layer in fetch.layers:
+        for layer in race.layers:
             layer.declare(self.length)
-        return build_cache(self._loaded.model, fetch.layers)
+        self._fetched = self._to_keep(race)
+        return build_cache(self._loaded.model, race.layers)
 
     def record(self) -> None:
-        """Writes what was mapped, or what the fetch delivered, into the report."""
-        fetch, report = self.fetch, self.report
-        if fetch is not None:
-            fetch.close()
-            report.bytes_fetched = fetch.bytes_fetched
-            report.seconds["fetch"] = fetch.seconds
+        """Writes what was mapped, or what came of the race, into the report."""
+        race, report = self.race, self.report
+        if race is not None:
+            self._record_race(race)
         elif self._local is not None:
-            report.tokens_local = self.length
+            report.tokens_local = report.tokens_reused = self.length
+            report.blocks_reused = len(self._published.blocks)
         else:
             return
-        report.tokens_reused = self.length
         report.precision = self._identity.precision
-        report.blocks_reused = len(self._published.blocks)
         report.bytes_raw = self._loaded.identity.layout.needed_bytes(self.length)
         speed = prefill_speed(self._loaded)
         if speed:
-            spent = sum(report.seconds.get(stage, 0.0) for stage in ("local", "match", "fetch"))
-            report.seconds_saved = self.length / speed - spent
+            spent = sum(report.seconds.get(stage, 0.0) for stage in ("local", "match"))
+            report.seconds_saved = speed.seconds(0, self.length) - spent - (race.spent_s if race is not None else 0.0)
+
+    def _record_race(self, race: Race) -> None:
+        report = self.report
+        race.close()
+        if race.error is not None:
+            report.miss(race.error)
+        elif report.reason is None and race.planned:
+            report.reason, report.detail = MissReason.PLANNED, race.planned
+        here = [self._published.blocks[index] for index in race.computed]
+        report.tokens_computed = sum(min(name.end, self.length) - name.start for name in here)
+        report.tokens_reused = self.length - report.tokens_computed
+        report.blocks_reused = len(self._published.blocks) - len(here)
+        report.bytes_fetched = race.bytes_fetched
+        report.seconds["fetch"] = race.history.fetching_s
+        report.plan = race.history.to_json()
+
+    def _to_keep(self, race: Race) -> FetchedPrefix | None:
+        """What this host may keep, taken down before the model writes behind it: exact KV, fetched whole."""
+        if self._supply.local is None or race.fetch is None or self._identity.precision != PRECISION_NATIVE:
+            return None
+        # Where the prompt ends with a block, the model reads its last token itself, and writes over the row.
+        blocks = tuple(name for name in self._published.blocks if name.end <= self.length)
+        return FetchedPrefix.of(race.fetch, self._loaded.identity, blocks, self._supply.gate.trust)
 
     def keep(self) -> None:
-        """Has what was fetched whole kept for others on this host."""
-        if self._supply.local is not None and self._fetched is not None:
-            self._supply.local.keep(self._fetched)
-            self._fetched = None
+        """Has what was fetched whole kept for others on this host. What was computed here nobody has signed."""
+        fetched, self._fetched = self._fetched, None
+        if self._supply.local is not None and fetched is not None and self.race is not None and not self.race.computed:
+            self._supply.local.keep(fetched)
 
     def vouched_for(self) -> bool:
         """Whether the publishers of what is fetched, as far as known by now, have passed the canary before.
@@ -198,7 +217,8 @@ class Attempt:
             self._supply.gate.admit(loaded.layers, loaded.headers, self.prompt.token_ids, self.length, report, audit=audit)
         except MismatchError as error:
             report.miss(error)
-            self.length = report.tokens_reused = report.tokens_local = report.blocks_reused = report.bytes_raw = 0
+            self.length = report.tokens_reused = report.tokens_computed = report.tokens_local = 0
+            report.blocks_reused = report.bytes_raw = 0
             report.seconds_saved = None
             return None
         self.keep()
@@ -206,5 +226,5 @@ class Attempt:
 
     def close(self) -> None:
         """Stops what is still on its way."""
-        if self.fetch is not None:
-            self.fetch.close()
+        if self.race is not None:
+            self.race.close()

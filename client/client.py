@@ -20,18 +20,20 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcdn.client.answer import Answer, Prepared
-from kvcdn.client.attempt import Attempt, Supply
+from kvcdn.client.attempt import Attempt
 from kvcdn.client.explain import Explainer
 from kvcdn.client.explanation import Explanation
 from kvcdn.client.gate import Gate
 from kvcdn.client.generation import Generation
 from kvcdn.client.guard import mark, watch
 from kvcdn.client.local import LocalPrefixes
+from kvcdn.client.plan import Aim, Prices
 from kvcdn.client.report import Report
 from kvcdn.client.samples import Conversation
 from kvcdn.client.shelf import Shelf
 from kvcdn.client.sources import open_source
 from kvcdn.client.streaming import AnswerStream, PieceStreamer, Stop
+from kvcdn.client.supply import Supply
 from kvcdn.client.surroundings import look_around
 from kvcdn.client.tensors import read_prompts
 from kvcdn.client.transport import Source
@@ -70,6 +72,10 @@ class Client:
         local_store: LocalStore | Literal["configured"] | None = "configured",
         precision: str | Sequence[str] = PRECISION_NATIVE,
         max_kl: float | None = None,
+        mode: str = "auto",
+        deadline: float | None = None,
+        prefer: str = "fastest",
+        prices: Prices | None = None,
     ) -> None:
         """Binds a loaded model, which may be a model of peft, to its checkpoint and opens `source`, see `open_source`.
 
@@ -79,7 +85,9 @@ class Client:
         `local_store` what was fetched is kept for other prompts and processes of this host: by default in the user's own,
         unless the environment says otherwise (`LocalStore.configured`). `precision` lists what is accepted, most wanted first,
         by default exact KV only; lossy KV whose certificate says that its mean next-token divergence is above `max_kl` nats is
-        a miss. Raises UsageError; an unsupported model is no error, but a miss.
+        a miss. `mode` is auto, fetch, compute or both; `deadline` is in seconds from the question to the first token; `prefer`
+        is fastest, or cheapest at these `prices`: each can be given for a single prompt as well. Raises UsageError; an
+        unsupported model is no error, but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
@@ -93,6 +101,7 @@ class Client:
         self.namespace = namespace if isinstance(namespace, Namespace) else load_namespace(namespace)
         store = LocalStore.configured() if local_store == "configured" else local_store
         self._local = None if store is None else LocalPrefixes(store)
+        self._aim = Aim.of(mode, deadline, prefer, prices)
         self._guard: RemovableHandle | None = None
         self.loaded: LoadedModel | None = None
         self._unsupported: UnsupportedModelError | None = None
@@ -181,7 +190,9 @@ class Client:
     def _stream(self, prompt: Prompt, started: float, options: dict[str, Any]) -> AnswerStream:
         if "streamer" in options:
             raise UsageError("stream() is a streamer already", hint="use generate() with a streamer of your own")
-        Generation(self.model, self.tokenizer, prompt, options)  # what cannot be is told here, and not in the thread
+        plain = dict(options)
+        self._aim.changed_by(plain)
+        Generation(self.model, self.tokenizer, prompt, plain)  # what cannot be is told here, and not in the thread
 
         def run(streamer: PieceStreamer, stop: Stop) -> Answer:
             criteria = [*options.get("stopping_criteria", ()), stop]
@@ -197,21 +208,25 @@ class Client:
     def generate(self, prompt: PromptLike, **options: Any) -> Answer:
         """Continues `prompt` from its longest published prefix; `options` go to the model's own generate.
 
-        The model starts before everything has arrived. Raises UsageError for options that would not be right beside a loaded
-        cache (`kvcdn.client.options`).
+        But for `mode`, `deadline`, `prefer` and `prices`, which are the constructor's, for this prompt. The model starts before
+        everything has arrived. Raises UsageError for options that would not be right beside a loaded cache
+        (`kvcdn.client.options`).
         """
         started = time.perf_counter()
         return self._generate(self.encode(prompt), started, options)
 
-    def prepare(self, prompt: PromptLike) -> Prepared:
+    def prepare(self, prompt: PromptLike, **wishes: Any) -> Prepared:
         """Inputs for your own call of `model.generate`, complete and verified when this returns.
 
-        Passes of the model beside their cache are compared with the prompt until the client is closed: other ids, masks or
-        positions raise UsageError.
+        `wishes` are those of `generate` that are not the model's. Passes of the model beside their cache are compared with the
+        prompt until the client is closed: other ids, masks or positions raise UsageError.
         """
         started = time.perf_counter()
+        aim = self._aim.changed_by(wishes)
+        if wishes:
+            raise UsageError(f"prepare() takes no {min(wishes)}", hint="mode, deadline, prefer and prices")
         generation = Generation(self.model, self.tokenizer, self.encode(prompt), {})
-        report, attempt = self._attempt(generation.prompt, started)
+        report, attempt = self._attempt(generation.prompt, started, aim)
         cache = None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
         if cache is not None:
             mark(cache, generation.prompt.token_ids)
@@ -219,8 +234,9 @@ class Client:
         return generation.inputs(cache, report)
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
+        aim = self._aim.changed_by(options)
         generation = Generation(self.model, self.tokenizer, prompt, options)
-        report, attempt = self._attempt(prompt, started)
+        report, attempt = self._attempt(prompt, started, aim)
         try:
             output = self._run(generation, report, attempt)
         finally:
@@ -228,6 +244,8 @@ class Client:
                 attempt.close()
         report.seconds["first_token"] = generation.first_token_at - started
         report.seconds["total"] = time.perf_counter() - started
+        if aim.deadline_s is not None:
+            report.plan["deadline"] = {"seconds": aim.deadline_s, "met": report.seconds["first_token"] <= aim.deadline_s}
         return generation.answer(output, report)
 
     def _run(self, generation: Generation, report: Report, attempt: Attempt | None) -> torch.Tensor:
@@ -252,7 +270,7 @@ class Client:
             remember_prefill(self.loaded, len(generation.prompt.token_ids), generation.first_token_at - started)
         return output
 
-    def _attempt(self, prompt: Prompt, started: float) -> tuple[Report, Attempt | None]:
+    def _attempt(self, prompt: Prompt, started: float, aim: Aim) -> tuple[Report, Attempt | None]:
         """The report of a prompt that was begun at `started`, and the attempt, where the model is supported."""
         report = Report(self.source.url, len(prompt.token_ids))
         report.seconds["tokenize"] = time.perf_counter() - started
@@ -261,7 +279,7 @@ class Client:
         except UnsupportedModelError as error:
             report.miss(error)
             return report, None
-        return report, Attempt(loaded, self._supply, prompt, report)
+        return report, Attempt(loaded, self._supply, prompt, report, aim)
 
     def current(self) -> LoadedModel:
         """The model, bound to the adapters it applies now. Raises UnsupportedModelError."""

@@ -30,6 +30,7 @@ class MissReason(enum.StrEnum):
     UNSUPPORTED_MODEL = "unsupported-model"
     QUALITY = "quality"
     REFUSED = "refused"
+    PLANNED = "planned"
 
     @classmethod
     def of(cls, error: KvcdnError) -> Self:
@@ -69,16 +70,18 @@ class Audited:
 class Report:
     """One prompt. Tokens and bytes are counts; `seconds` by stage are wall time and may overlap.
 
-    `tokens_reused` were loaded, the rest of `tokens_total` was prefilled. `reason` and `detail` are set where less was
-    reused than the prompt offered. `seconds_saved` is what prefilling the reused tokens takes on this machine, as last
-    measured, less the time spent on loading them; None where that speed is not known yet. `audit` says which block was
-    recomputed, and what came of it, where one was. `tokens_local` of the reused were mapped from this host's local store;
-    `local_refused` says why that could not be looked at.
+    `tokens_reused` were loaded, `tokens_computed` computed beside them on the publisher's schedule, and the rest of
+    `tokens_total` was prefilled by the model itself. `reason` and `detail` are set where less was reused than the prompt
+    offered. `plan` says which way was chosen and why (`client.race.History`). `seconds_saved` is what prefilling those tokens
+    takes on this machine, as last measured, less the time spent on having them; None where that speed is not known yet.
+    `audit` says which block was recomputed, and what came of it, where one was. `tokens_local` of the reused were mapped from
+    this host's local store; `local_refused` says why that could not be looked at.
     """
 
     source: str
     tokens_total: int = 0
     tokens_reused: int = 0
+    tokens_computed: int = 0
     blocks_reused: int = 0
     bytes_fetched: int = 0
     bytes_raw: int = 0
@@ -90,6 +93,7 @@ class Report:
     audit: Audited | None = None
     tokens_local: int = 0
     local_refused: str = ""
+    plan: dict[str, Any] = field(default_factory=dict)
 
     def miss(self, error: KvcdnError) -> None:
         """Records why reuse ended where it did."""
@@ -107,6 +111,8 @@ class Report:
             line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused from this host's store"
         elif self.precision != PRECISION_NATIVE:
             line += f" in {self.precision}"
+        if self.tokens_computed:
+            line += f", {self.tokens_computed:,} computed meanwhile"
         if "first_token" in self.seconds:
             line += f", first token after {self.seconds['first_token']:.2f} s"
         if self.seconds_saved is not None:

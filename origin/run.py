@@ -23,7 +23,7 @@ from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_ke
 from kvcdn.manifest import BlockEntry, Manifest, open_manifest
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
-from kvcdn.model.speed import remember_prefill
+from kvcdn.model.speed import Pass, remember_passes
 from kvcdn.origin.lease import Lease
 from kvcdn.seal import ObjectKeys
 from kvcdn.signing import SigningKey, TrustList
@@ -96,6 +96,7 @@ class Run:
         self._progress = progress
         self._started = time.perf_counter()
         self._prefill_seconds = 0.0
+        self._passes: list[Pass] = []
         self._tokens_loaded = 0
         self._tokens_computed = 0
         self._uploaded: list[int] = []
@@ -200,11 +201,12 @@ class Run:
             finally:
                 for future in pending:
                     future.cancel()
-        remember_prefill(self.loaded, self._tokens_computed, self._prefill_seconds)
+        remember_passes(self.loaded, self._passes)
         return entries
 
     def _count(self, block: PrefilledBlock) -> None:
         self._prefill_seconds += block.seconds
+        self._passes.append(Pass(block.start, block.end, block.seconds))
         self._tokens_computed += block.end - block.start
 
     def _load_existing(self, prefill: ScheduledPrefill) -> list[BlockEntry]:

@@ -35,7 +35,7 @@ class Place:
         return kvcdn(*arguments, home=self.folder / "home", **options)
 
     def reading(self, command="ask", *more, origin=None, **options):
-        question = ["What is it?"] if command == "ask" else []
+        question = ["What is it?", "--mode", "fetch"] if command == "ask" else []
         where = ["--origin", origin or self.origin]
         return self.run(command, self.document, *question, "--model", self.model, *where, "--json", *more, **options)
 
@@ -58,7 +58,7 @@ def test_ask_answers_from_the_cache_and_shows_a_report(place):
     assert 0 == ran.code, ran.err
     assert (place.published["tokens"], None) == (ran.json["report"]["tokens_reused"], ran.json["report"]["reason"])
     for_people = place.run(
-        "ask", place.document, "What?", "--model", place.model, "--origin", place.origin, "--max-tokens", "4"
+        "ask", place.document, "What?", "-m", place.model, "--origin", place.origin, "--max-tokens", "4", "--mode", "fetch"
     )
     assert 0 == for_people.code
     assert "tokens reused" in for_people.err
@@ -322,7 +322,20 @@ def test_a_wrong_token_is_told_from_a_missing_document(place, tmp_path):
     from kvcdn.edge.launch import launch_edge
 
     with launch_edge(origin=str(place.origin), cache_dir=tmp_path / "cache", token="a-long-enough-token-of-ours") as edge:
-        command = ("ask", place.document, "Q?", "-m", place.model, "--edge", edge.url, "--max-tokens", "1", "--json")
+        command = (
+            "ask",
+            place.document,
+            "Q?",
+            "-m",
+            place.model,
+            "--edge",
+            edge.url,
+            "--max-tokens",
+            "1",
+            "--json",
+            "--mode",
+            "fetch",
+        )
         right = place.run(*command, KVCDN_TOKEN="a-long-enough-token-of-ours")
         wrong = place.run(*command, "--token", "wrong")
         verified = place.run("verify", place.document, "-m", place.model, "--edge", edge.url, "--token", "wrong")

@@ -105,7 +105,7 @@ MODEL_FAULTS = {
 def test_a_model_that_is_not_what_its_files_say_gets_no_cache(published, fault, when):
     """Whenever the model was changed in memory: the cache is refused, and the model answers by itself."""
     model = copy.deepcopy(published.loaded.model)
-    with Client(model, published.loaded.tokenizer, StoreSource(published.store), trust=published.trust) as client:
+    with Client(model, published.loaded.tokenizer, StoreSource(published.store), trust=published.trust, mode="fetch") as client:
         if when == "after it":
             assert TOKENS == client.generate(asked(published), **GREEDY).report.tokens_reused
         MODEL_FAULTS[fault](model)
@@ -198,7 +198,7 @@ def test_what_passed_is_remembered_for_the_model_as_it_is(published):
     with published.client(vouched=False) as client:
         assert "canary" not in client.generate(asked(published), **GREEDY).report.seconds
     model = copy.deepcopy(published.loaded.model)
-    with Client(model, published.loaded.tokenizer, StoreSource(published.store), trust=published.trust) as client:
+    with Client(model, published.loaded.tokenizer, StoreSource(published.store), trust=published.trust, mode="fetch") as client:
         assert "canary" not in client.generate(asked(published), **GREEDY).report.seconds
         # In the noise of bf16, but a change: looked at again.
         model.model.norm.weight.data.mul_(1.01)

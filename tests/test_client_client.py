@@ -119,7 +119,8 @@ def test_chat_messages_find_what_was_published_of_their_opening(tmp_path):
     opening = [{"role": "system", "content": TEXT[:6000]}]
     token_ids = encode_chat(loaded.tokenizer, opening, answer_follows=False).token_ids
     Publisher(loaded, store, key).publish(token_ids)
-    with Client(loaded.model, loaded.tokenizer, StoreSource(store), trust=TrustList.of(key.public)) as client:
+    trust = TrustList.of(key.public)
+    with Client(loaded.model, loaded.tokenizer, StoreSource(store), trust=trust, mode="fetch") as client:
         messages = [*opening, {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
         answer = client.generate([*messages, {"role": "user", "content": "so?"}], **GREEDY)
     assert len(token_ids) == answer.report.tokens_reused
@@ -216,9 +217,9 @@ FAULTS = {
     "a block is refused": Fault(when=b"GET /", answer=b"HTTP/1.1 401 No\r\nContent-Length: 0\r\n\r\n"),
     "a block is gone": Fault(when=b"GET /", answer=b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"),
     "a block is cut in its header": Fault(when=b"GET /", pass_bytes=500),
-    "a block is cut in its body": Fault(when=b"GET /", pass_bytes=300_000),
-    "a block is reset": Fault(when=b"GET /", pass_bytes=300_000, reset=True),
-    "a block stalls": Fault(when=b"GET /", pass_bytes=300_000, stall=True),
+    "a block is cut in its body": Fault(when=b"GET /", pass_bytes=200_000),
+    "a block is reset": Fault(when=b"GET /", pass_bytes=200_000, reset=True),
+    "a block stalls": Fault(when=b"GET /", pass_bytes=200_000, stall=True),
 }
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kvcdn import layout
 from kvcdn.block import open_header
-from kvcdn.client import fetch, readers
+from kvcdn.client import delivery, readers
 from kvcdn.client.report import MissReason
 from kvcdn.client.transport import EdgeSource, StoreSource
 from kvcdn.client.verify import verify_prefix
@@ -140,7 +140,7 @@ def same_as_stock(published, prepared):
 
 def test_of_windows_only_the_reach_is_read(alternating, monkeypatch):
     """What no window reaches is passed over: not received, and the result is the same to the bit."""
-    monkeypatch.setattr(fetch, "SKIPPED_BYTES", 1)
+    monkeypatch.setattr(delivery, "SKIPPED_BYTES", 1)
     store = CountingStore(alternating.store)
     with alternating.client(StoreSource(store)) as client:
         prepared = client.prepare(asked(alternating))
@@ -163,7 +163,7 @@ def test_of_windows_only_the_reach_is_read(alternating, monkeypatch):
 @pytest.mark.parametrize("skipped", [1, 1 << 30])
 def test_what_is_passed_over_is_passed_over_by_http_too(alternating, monkeypatch, skipped):
     """In ranges where that is worth a request, by reading on where it is not."""
-    monkeypatch.setattr(fetch, "SKIPPED_BYTES", skipped)
+    monkeypatch.setattr(delivery, "SKIPPED_BYTES", skipped)
     monkeypatch.setattr(readers, "RANGE_BYTES", 5000)
     with running_web(alternating.store) as web, alternating.client(EdgeSource(web.url)) as client:
         prepared = client.prepare(asked(alternating))

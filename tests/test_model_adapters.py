@@ -131,7 +131,7 @@ def test_a_published_kv_is_used_for_its_own_adapter_only(plain, tokenizer, tiny_
     ids = published(tiny_llama, tokenizer, store, key, [adapters["one"]])
     folders = {"one": adapters["one"], "two": adapters["two"]}
     wrapper = with_adapters(plain, folders)
-    client = Client(wrapper, tokenizer, StoreSource(store), adapters=folders, trust=TrustList.of(key.public))
+    client = Client(wrapper, tokenizer, StoreSource(store), adapters=folders, trust=TrustList.of(key.public), mode="fetch")
     prompt = Prompt((*ids, 5, 6, 7), (len(ids),))
     hits = {}
     for name, switch in states(wrapper):
@@ -141,7 +141,9 @@ def test_a_published_kv_is_used_for_its_own_adapter_only(plain, tokenizer, tiny_
         assert (None if report.tokens_reused else MissReason.NOT_PUBLISHED) == report.reason
     assert {"one", "one again"} == {name for name, reused in hits.items() if reused == len(ids)}
     assert {0, len(ids)} == set(hits.values())
-    fresh = Client.load(str(tiny_llama), StoreSource(store), adapters=[adapters["one"]], trust=TrustList.of(key.public))
+    fresh = Client.load(
+        str(tiny_llama), StoreSource(store), adapters=[adapters["one"]], trust=TrustList.of(key.public), mode="fetch"
+    )
     found = verify_prefix(fresh, ids, greedy=2)
     assert (True, True) == (found.sound, found.bit_identical)
 
@@ -284,7 +286,7 @@ def test_adapters_on_the_command_line(tmp_path, tiny_llama, adapters):
         return CliRunner().invoke(app, [*arguments, *common])
 
     def ask(*chosen):
-        return json.loads(run("ask", str(text), "Why?", *chosen, "--max-tokens", "2").stdout)["report"]
+        return json.loads(run("ask", str(text), "Why?", *chosen, "--max-tokens", "2", "--mode", "fetch").stdout)["report"]
 
     assert "published" == json.loads(run("publish", str(text), *adapter).stdout)["status"]
     assert json.loads(run("verify", str(text), *adapter).stdout)["bit_identical"]

@@ -15,6 +15,7 @@ from kvcdn.cli.options import (
     Endpoint,
     Local,
     MaxKl,
+    Mode,
     Model,
     NamespaceName,
     Origin,
@@ -43,6 +44,12 @@ def ask(
     precision: Precisions = "native",
     max_kl: MaxKl = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
+    mode: Annotated[
+        Mode, typer.Option(help="Fetch the cache, compute it, both until they meet; auto: what is fastest.")
+    ] = Mode.AUTO,
+    deadline: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds to the first token, to be met if it can be.")
+    ] = None,
     *,
     local: Local = True,
     chat: Chat = False,
@@ -61,6 +68,7 @@ def ask(
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
 
     options: dict[str, Any] = {"trust": trusted, "namespace": namespace, "precision": precision, "max_kl": max_kl}
+    options |= {"mode": mode.value, "deadline": deadline}
     if not local:
         options["local_store"] = None
     with Client.load(model, source, device=device, adapters=adapter or (), **options) as client:

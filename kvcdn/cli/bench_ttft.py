@@ -203,7 +203,7 @@ def _load_in_this_process(model: str, folder: str, publishers: tuple[PublicKey, 
 
 def _peak_in_this_process(model: str, url: str, publishers: tuple[PublicKey, ...], document: str) -> int | None:
     quiet_libraries()
-    with Client.load(model, url, trust=TrustList.of(*publishers), local_store=None) as client:
+    with Client.load(model, url, trust=TrustList.of(*publishers), local_store=None, mode="fetch") as client:
         # Everything but the fetch happens once before, so that only the fetch is counted.
         prompt = client.question(document, QUESTION)
         client.generate(Prompt(prompt.token_ids[:8]), max_new_tokens=1, do_sample=False)

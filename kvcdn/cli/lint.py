@@ -56,7 +56,8 @@ def lint(
         "", known.tokenizer, known.identity, Namespace.public(), Form.SYSTEM if chat else Form.TEXT, answer_follows=True
     )
     found = lint_samples(prompts, view)
-    speed = tokens_per_second or prefill_speed_of(known.identity.tag, layout_dtype(known.identity))
+    measured = prefill_speed_of(known.identity.tag, layout_dtype(known.identity))
+    speed = tokens_per_second or (None if measured is None else 1 / measured.base)
     price = None if usd_per_hour is None else usd_per_hour / _SECONDS_PER_HOUR
     if as_json:
         print_json(_to_json(found, known.identity.name, speed, price))

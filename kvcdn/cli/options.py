@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,6 +55,15 @@ Local = Annotated[
     bool, typer.Option("--local/--no-local", help="Look into the local store, and keep there what is fetched (kvcdn cache).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+class Mode(enum.StrEnum):
+    """Ways to a cache, as `kvcdn.client.plan` has them."""
+
+    AUTO = "auto"
+    FETCH = "fetch"
+    COMPUTE = "compute"
+    BOTH = "both"
 
 
 def open_origin(origin: str | None, endpoint: str | None) -> BlobStore:

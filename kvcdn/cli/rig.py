@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcdn.cli.options import quiet_libraries
 from kvcdn.errors import UsageError
@@ -67,11 +67,11 @@ def running_rig(
         published = publisher.publish(encode_text(tokenizer, text).token_ids, progress=progress)
         with launch_edge(origin=origin, cache_dir=Path(folder) / "cache", log_level="warning") as edge:
             source, trust, local = open_source(edge.url), TrustList.of(key.public), Path(folder) / "local"
+            # What is to be shown is fetching, also where something else would be faster.
+            common: dict[str, Any] = {"checkpoint": checkpoint, "trust": trust, "mode": "fetch"}
             with (
-                Client(transformer, tokenizer, source, checkpoint=checkpoint, trust=trust, local_store=None) as client,
-                Client(
-                    transformer, tokenizer, source, checkpoint=checkpoint, trust=trust, local_store=LocalStore(local)
-                ) as local_client,
+                Client(transformer, tokenizer, source, local_store=None, **common) as client,
+                Client(transformer, tokenizer, source, local_store=LocalStore(local), **common) as local_client,
             ):
                 yield Rig(client, local_client, local, edge, text, published)
 

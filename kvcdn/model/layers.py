@@ -12,8 +12,9 @@ There is a class for each kind of layer in FORMAT.md 2.3, to the model the libra
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import cache_utils
@@ -95,6 +96,16 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         """Says that the first `length` tokens of the storage are valid: whoever filled them has finished."""
         self._wait = None
         self._show(length)
+
+    def await_with(self, wait: Callable[[], None]) -> None:
+        """Calls `wait` when the model first uses the tensors from now on."""
+        self._wait = wait
+
+    def alias(self) -> Self:
+        """A layer over the same memory that counts its tokens by itself; none at first."""
+        twin = copy.copy(self)
+        twin.declare(0)
+        return twin
 
     def settle(self) -> None:
         """Waits until the tensors hold their bytes. Raises what the filler raised."""
@@ -246,6 +257,13 @@ class EmptyLayer(LibraryDummyLayer):  # type: ignore[misc] # transformers is unt
 
     def declare(self, length: int) -> None:
         """Nothing to declare."""
+
+    def await_with(self, wait: Callable[[], None]) -> None:
+        """Nothing to wait for: the model does not come by."""
+
+    def alias(self) -> Self:
+        """As of other layers."""
+        return self
 
 
 CacheLayer = TokenMajorLayer | EmptyLayer

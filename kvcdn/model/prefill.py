@@ -6,15 +6,16 @@ On one software stack the result is the same to the bit, whoever runs it, whatev
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvcdn.errors import UnsupportedModelError
+from kvcdn.errors import KvcdnError, UnsupportedModelError
 from kvcdn.layout import Layout
 from kvcdn.model.cache import build_cache, cache_argument, make_layer
 from kvcdn.model.layers import CacheLayer, EmptyLayer
@@ -37,13 +38,24 @@ class PrefilledBlock:
         return [[tensor_bytes(tensor) for tensor in layer] for layer in self.layers]
 
 
+class PrefillStoppedError(KvcdnError):
+    """A pass was given up between two layers, because its result is not wanted any more."""
+
+
 class ScheduledPrefill:
     """Runs `model` over a prefix block by block; `cache` may go on being used for decoding."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, capacity: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layout: Layout, capacity: int, *, layers: Sequence[CacheLayer] | None = None
+    ) -> None:
+        """Computes into new layers of `capacity` tokens, or into the rows of `layers`, which are left as they are otherwise."""
         self._model = model
         self._layout = layout
-        self._layers = [make_layer(spec, capacity, 0, model.device) for spec in layout.layers]
+        self._layers = (
+            [make_layer(spec, capacity, 0, model.device) for spec in layout.layers]
+            if layers is None
+            else [layer.alias() for layer in layers]
+        )
         self.cache: Cache = build_cache(model, self._layers)
         # The body without the head: no logits are wanted, and the KV is the same.
         self._body = getattr(model, model.base_model_prefix, model)
@@ -59,13 +71,29 @@ class ScheduledPrefill:
             yield self._run_block(token_ids[begin : begin + length], begin)
 
     def _run_block(self, token_ids: Sequence[int], start: int) -> PrefilledBlock:
+        seconds = self._pass(token_ids)
+        end = start + len(token_ids)
+        return PrefilledBlock(start, end, tuple(_block_tensors(layer, start, end) for layer in self._layers), seconds)
+
+    def _pass(self, token_ids: Sequence[int]) -> float:
         started = time.perf_counter()
         with torch.inference_mode():
             tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
             self._body(input_ids=tokens, use_cache=True, **{self._cache_argument: self.cache})
-        end = start + len(token_ids)
-        layers = tuple(_block_tensors(layer, start, end) for layer in self._layers)
-        return PrefilledBlock(start, end, layers, time.perf_counter() - started)
+        if tokens.is_cuda:
+            torch.cuda.synchronize(tokens.device)
+        return time.perf_counter() - started
+
+    def run_one(self, token_ids: Sequence[int], start: int, at_layer: Callable[[int], None]) -> float:
+        """Prefills one block, `token_ids`, that begins at token `start`, behind rows that are valid; returns its seconds.
+
+        `at_layer` is called with each layer's number when the pass reaches its cache; it may raise PrefillStoppedError, and
+        the rows of this block then hold anything.
+        """
+        for number, layer in enumerate(self._layers):
+            layer.declare(start)
+            layer.await_with(partial(at_layer, number))
+        return self._pass(token_ids)
 
     def restore(self, layer: int, start: int, end: int) -> list[torch.Tensor]:
         """The places of tokens `start` to `end` of a layer, [n, heads, dim] each, to be filled before `resume`."""

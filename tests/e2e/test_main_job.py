@@ -37,7 +37,7 @@ def test_publish_serve_and_ask_through_s3_and_an_edge(real_model, s3_server, tmp
         for seed in ("1", "2"):
             asked = kvcdn(
                 "ask", *arguments[:1], "What is the grant of rights?", *arguments[1:], "--edge", edge.url, "--max-tokens", "4",
-                "--json", home=home, process=True, PYTHONHASHSEED=seed,
+                "--mode", "fetch", "--json", home=home, process=True, PYTHONHASHSEED=seed,
             )  # fmt: skip
             assert 0 == asked.code, asked.err
             assert (tokens, None) == (asked.json["report"]["tokens_reused"], asked.json["report"]["reason"])

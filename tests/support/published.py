@@ -36,9 +36,11 @@ class Published:
     def client(self, source: Any = None, *, vouched: bool = True, **options: Any) -> Client:
         """A client of this model that trusts the publisher and reads from the store, or from `source`.
 
-        `vouched` for: model and publisher have met before, so that no canary is due and caches may stream at once.
+        `vouched` for: model and publisher have met before, so that no canary is due and caches may stream at once. It fetches
+        unless told otherwise: whether that pays for so small a model is not what most tests are about.
         """
         options.setdefault("trust", self.trust)
+        options.setdefault("mode", "fetch")
         source = StoreSource(self.store) if source is None else source
         client = Client(self.loaded.model, self.loaded.tokenizer, source, **options)
         if vouched and client.loaded is not None:

@@ -1,0 +1,243 @@
+"""A delivery: one block on its way from a source into its rows of the layers, verified piece by piece (FORMAT.md section 6)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcdn.block import BlockHeader, open_header, open_segment
+from kvcdn.client.source import ObjectReader, Source
+from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
+from kvcdn.errors import CorruptError, QualityError
+from kvcdn.keys import BlockName, ModelIdentity, block_key
+from kvcdn.layout import Layout
+from kvcdn.model.layers import CacheLayer
+from kvcdn.model.prefill import tensor_bytes
+from kvcdn.seal import ObjectKeys
+from kvcdn.signing import TrustList
+
+SKIPPED_BYTES = 256 * 1024
+"""Raw bytes that are worth passing over: asking for a range costs a round trip, in which some 100 KB arrive at 100 Mbit/s."""
+
+_EVERYTHING = 1 << 40
+"""Of a block of which no layer is passed over, all bytes will be asked for."""
+
+_HEADER_BYTES_PER_LAYER = 640
+"""What a header has for each layer, two parts and four hashes and numbers, rounded up."""
+
+
+def layers_to_read(layout: Layout, name: BlockName, first_needed: Sequence[int]) -> list[bool]:
+    """Of which layers the block `name` is wanted by a reader who needs rows from `first_needed` on."""
+    wanted: list[bool] = []
+    for spec, first in zip(layout.layers, first_needed, strict=True):
+        # The few bytes of a layer that keeps nothing are read where the layer before it is, rather than passed over.
+        wanted.append(name.end > first if spec.tensors else bool(wanted) and wanted[-1])
+    return wanted
+
+
+@dataclass(frozen=True)
+class Order:
+    """What all blocks of a fetch have in common: where they come from, and what is taken."""
+
+    source: Source
+    model: ModelIdentity
+    trust: TrustList
+    max_kl: float | None = None
+
+
+class Delivery:
+    """One block. `step` is called by one thread at a time until `complete`; everything else may be called at any time.
+
+    While somebody computes the same block, what arrives is put aside, so that neither overwrites the other.
+    """
+
+    def __init__(self, order: Order, name: BlockName, wanted: Sequence[bool], layers: Sequence[CacheLayer]) -> None:
+        self.name = name
+        self.wanted = wanted
+        self.header: BlockHeader | None = None
+        self.envelope = b""
+        self.received = 0
+        self.steps = 0
+        self.waited = 0.0
+        self.decoding = 0.0
+        self.computed = False
+        self.lost = False
+        self._order = order
+        self._layers = layers
+        self._lock = threading.Lock()
+        self._next_layer = 0 if any(wanted) else len(wanted)
+        self._stopped = self.arrived
+        self._reader: ObjectReader | None = None
+        self._keys: ObjectKeys | None = None
+        self._aside: list[list[torch.Tensor]] | None = None
+        self._passing = self._worth_passing_over()
+
+    # -- what is there -----------------------------------------------------------------------------------------------------
+
+    @property
+    def arrived(self) -> bool:
+        """Whether all that is wanted was received, be it aside."""
+        return self._next_layer == len(self.wanted)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that is wanted is in its rows."""
+        return self.computed or (self.arrived and self._aside is None)
+
+    def holds(self, layer: int) -> bool:
+        """Whether the rows of `layer` hold what is wanted of them."""
+        return self.computed or not self.wanted[layer] or (self._next_layer > layer and self._aside is None)
+
+    def bytes_left(self, ratio: float) -> float:
+        """Object bytes still to come; before the header is there, raw bytes times `ratio`."""
+        if self.computed or self.arrived:
+            return 0.0
+        if self.header is not None:
+            left = self.header.segments[self._next_layer :]
+            return float(sum(segment.length for segment in left if self.wanted[segment.layer]))
+        return ratio * raw_bytes(self._order.model.layout, self.name, self.wanted)
+
+    # -- the way -----------------------------------------------------------------------------------------------------------
+
+    def step(self, scratch: bytearray, *, ranged: bool) -> None:
+        """Asks for the block, reads its header, or one layer; raises a KvcdnError. Does nothing once stopped."""
+        if self._stopped:
+            return
+        self.steps += 1
+        if self._reader is None:
+            self._reader = self._order.source.open(
+                block_key(self._order.model.tag, self.name.address), ranged=ranged or self._passing
+            )
+        elif self.header is None:
+            self._read_header(self._reader)
+        else:
+            self._read_layer(self.header, self._reader, scratch)
+        if self._stopped or self.arrived:
+            self._let_go()
+
+    def _read_header(self, reader: ObjectReader) -> None:
+        what = f"block {self.name.address}"
+        ahead = _HEADER_BYTES_PER_LAYER * len(self.wanted) if self._passing else _EVERYTHING
+        preamble = bytes(reader.read_exact(PREAMBLE_BYTES, ahead))
+        envelope = preamble + bytes(reader.read_exact(envelope_size(preamble, BLOCK_MAGIC, what) - PREAMBLE_BYTES))
+        header = open_header(envelope, what)
+        self._order.trust.require(header.publisher, what)
+        header.require(self._order.model, self.name, what)
+        if header.certificate is not None and not header.certificate.meets(self._order.max_kl):
+            raise QualityError(f"{what}: {header.certificate}; you accept a mean KL of {self._order.max_kl:g} at most")
+        self._keys = ObjectKeys(self.name.content_key, header.salt)
+        self._keys.check_commitment(header.commitment, what)
+        self.received += header.envelope_bytes
+        self.envelope, self.header = envelope, header
+
+    def _read_layer(self, header: BlockHeader, reader: ObjectReader, scratch: bytearray) -> None:
+        layer = self._next_layer
+        segment, stored = header.segments[layer], memoryview(b"")
+        if self.wanted[layer]:
+            asked = time.perf_counter()
+            stored = reader.read_exact(segment.length, self._run_bytes(header, layer) if self._passing else _EVERYTHING)
+            self.waited += time.perf_counter() - asked
+            received = len(stored)
+        else:
+            received = reader.skip(segment.length)
+        if layer == len(self.wanted) - 1 and not reader.at_end():
+            raise CorruptError(f"block {self.name.address}: trailing bytes behind the last segment")
+        with self._lock:
+            if self._stopped:
+                return
+            if self.wanted[layer]:
+                self._decode(header, layer, stored, scratch)
+            self.received += received
+            self._next_layer += 1
+
+    def _decode(self, header: BlockHeader, layer: int, stored: memoryview, scratch: bytearray) -> None:
+        started = time.perf_counter()
+        places = self._rows(layer) if self._aside is None else self._aside[layer]
+        on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
+        if self._keys is None:
+            raise RuntimeError("a layer is read before its header")
+        open_segment(header, self._keys, layer, stored, scratch, [tensor_bytes(tensor) for tensor in on_cpu])
+        for place, tensor in zip(places, on_cpu, strict=True):
+            if place is not tensor:
+                place.copy_(tensor)
+        self.decoding += time.perf_counter() - started
+
+    def _rows(self, layer: int) -> list[torch.Tensor]:
+        return self._layers[layer].rows(self.name.start, self.name.end) if self.wanted[layer] else []
+
+    # -- beside a computation ----------------------------------------------------------------------------------------------
+
+    def put_aside(self) -> None:
+        """From now on what arrives, and what has, is kept beside its rows, which somebody else is going to write."""
+        with self._lock:
+            if self._aside is None and any(self.wanted) and not self.computed:
+                self._aside = [[tensor.clone() for tensor in self._rows(layer)] for layer in range(len(self.wanted))]
+
+    def bring_back(self) -> None:
+        """Puts what is aside into its rows, which nobody else writes any more."""
+        with self._lock:
+            for layer, tensors in enumerate(self._aside or ()):
+                if layer < self._next_layer:
+                    for place, tensor in zip(self._rows(layer), tensors, strict=True):
+                        place.copy_(tensor)
+            self._aside = None
+
+    def outrun(self) -> None:
+        """The block was computed: what was on its way is not wanted any more."""
+        with self._lock:
+            self.computed, self._stopped, self._aside = True, True, None
+        self._wake()
+
+    def stop(self) -> None:
+        """Nothing is written any more, from the return of this call on; `lost` unless all is there."""
+        with self._lock:
+            self._stopped = True
+            self.lost = self.lost or not (self.computed or self.arrived)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Ends the wait of a thread that reads what is not wanted any more."""
+        if self._reader is not None and not self.arrived:
+            self._reader.abort()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def _let_go(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+    def close(self) -> None:
+        """Lets go of the reader, which no thread is using."""
+        self.stop()
+        self._let_go()
+
+    # -- what is passed over -----------------------------------------------------------------------------------------------
+
+    def _worth_passing_over(self) -> bool:
+        """Whether what is not wanted of the block is so much at a stretch that ranges are better than one stream."""
+        stretch = 0
+        for spec, wants in zip(self._order.model.layout.layers, self.wanted, strict=True):
+            stretch = 0 if wants else stretch + spec.bytes_per_token * self.name.tokens
+            if stretch >= SKIPPED_BYTES:
+                return True
+        return False
+
+    def _run_bytes(self, header: BlockHeader, layer: int) -> int:
+        """Bytes from `layer` on up to the next that is not wanted."""
+        total = 0
+        for segment in header.segments[layer:]:
+            if not self.wanted[segment.layer]:
+                break
+            total += segment.length
+        return total
+
+
+def raw_bytes(layout: Layout, name: BlockName, wanted: Sequence[bool]) -> int:
+    """Raw bytes of the block `name` in the layers that are `wanted`."""
+    return sum(spec.bytes_per_token for spec, wants in zip(layout.layers, wanted, strict=True) if wants) * name.tokens

@@ -1,0 +1,344 @@
+"""A race: one prefix fetched, computed, or both at once until they meet, as `client.plan` decides and decides again.
+
+The thread that calls `run` is the model's: it computes blocks from the left, or waits. Threads of `client.fetch` bring
+blocks from the right. Both write into the same layers, but never the same rows at once: a block that is computed while it
+is arriving arrives aside, and whoever is first has its rows. A pass of the model can be cut at every layer, so that what
+was begun in vain costs a layer's time and not a block's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from kvcdn.client.fetch import TICK_SECONDS, PrefixFetch
+from kvcdn.client.plan import Aim, Decision, Mode, Progress, Work, decide
+from kvcdn.client.supply import Supply
+from kvcdn.client.wire_costs import WireCosts
+from kvcdn.errors import KvcdnError
+from kvcdn.keys import BlockName, ModelIdentity
+from kvcdn.model.layers import GROWTH_TOKENS, CacheLayer
+from kvcdn.model.load import LoadedModel
+from kvcdn.model.prefill import PrefillStoppedError, ScheduledPrefill
+from kvcdn.model.speed import Pass, PrefillSpeed, prefill_speed, remember_passes
+
+_IN_FLIGHT = 2
+"""Segments a thread may be waiting for when the link is judged by what has not come."""
+
+_LEAST_PART = 0.1
+"""A pass that has done less of its layers says nothing of how long it will take."""
+
+
+class ReplannedError(KvcdnError):
+    """The model waits for a layer that had better not be waited for."""
+
+
+@dataclass
+class Switch:
+    """A change of mode, seconds after the question."""
+
+    at_s: float
+    mode: Mode
+    why: str
+
+
+@dataclass
+class History:
+    """What was decided, and what came of it: `Report.plan`."""
+
+    decision: Decision | None = None
+    switches: list[Switch] = field(default_factory=list)
+    fetched_blocks: int = 0
+    computed_blocks: int = 0
+    computed_s: float = 0.0
+    fetching_s: float = 0.0
+    ready_s: float | None = None
+    """Seconds from the question until the prefix was there; None where the model started before."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `expected` are seconds by option at the start, None where unknown or without end."""
+        if self.decision is None:
+            return {}
+        return {
+            "mode": str(self.decision.mode),
+            "why": self.decision.why,
+            "expected": self.decision.expected.to_json(),
+            "actual": {
+                "ready": None if self.ready_s is None else round(self.ready_s, 4),
+                "fetch": round(self.fetching_s, 4),
+                "compute": round(self.computed_s, 4),
+            },
+            "switches": [{"at": round(one.at_s, 3), "mode": str(one.mode), "why": one.why} for one in self.switches],
+            "blocks": {"fetched": self.fetched_blocks, "computed": self.computed_blocks},
+        }
+
+
+class Race:
+    """Brings the first `length` tokens of a prompt into layers of a cache. `run`, then use what is there, then `close`.
+
+    `identity` is the model's in the precision that was found. `asked` is when the question was asked, by time.perf_counter().
+    """
+
+    def __init__(  # noqa: PLR0913 - by name
+        self,
+        loaded: LoadedModel,
+        identity: ModelIdentity,
+        supply: Supply,
+        token_ids: Sequence[int],
+        blocks: Sequence[BlockName],
+        *,
+        length: int,
+        aim: Aim,
+        asked: float,
+    ) -> None:
+        self.history = History()
+        self.fetch: PrefixFetch | None = None
+        self._loaded = loaded
+        self._identity = identity
+        self._supply = supply
+        self._token_ids = token_ids
+        self._blocks = blocks
+        self._length = length
+        self._aim = aim
+        self._asked = asked
+        self._began = time.perf_counter()
+        self._costs = WireCosts(identity)
+        self._link = supply.source.link()
+        self._speeds = (prefill_speed(loaded, whole=False), prefill_speed(loaded))
+        self._mode: Mode | None = None
+        self._prefill: ScheduledPrefill | None = None
+        self._passes: list[Pass] = []
+        self._running: tuple[int, float, int] | None = None
+        self._on_cpu = loaded.model.device.type == "cpu"
+        self._decided = -math.inf
+        self._ended: float | None = None
+        self._start()
+
+    # -- the plan ----------------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> Decision:
+        """Decides anew from what is known by now, and notes it where it is something else than before."""
+        now = time.perf_counter()
+        decision = decide(self._work(now), self._aim, Progress(now - self._asked, self._mode, now - self._began))
+        if self.history.decision is None:
+            self.history.decision = decision
+        elif decision.mode is not self._mode and not (self.fetch is not None and self.fetch.complete):
+            self.history.switches.append(Switch(now - self._asked, decision.mode, decision.why))
+        self._mode, self._decided = decision.mode, now
+        return decision
+
+    def _work(self, now: float) -> Work:
+        fetch = self.fetch
+        first = 0 if fetch is None else fetch.usable()
+        names = self._blocks[first:]
+        block_speed, prompt_speed = self._speeds_now(now)
+        block_s = None if block_speed is None else [block_speed.seconds(name.start, name.end) for name in names]
+        if block_s and self._running is not None and self._running[0] == first:
+            block_s[0] *= 1 - self._part_done(now, block_s[0])
+        prompt_s = None
+        if prompt_speed is not None:
+            prompt_s = prompt_speed.seconds(names[0].start, names[-1].end) if names else 0.0
+        if fetch is None:
+            wire: list[float] = self._costs.expected_bytes(self._blocks, self._length)
+        else:
+            ratio = self._costs.ratio
+            wire = [math.inf if one.lost else one.bytes_left(ratio) for one in fetch.deliveries[first:]]
+        shared = 1.0 if self._on_cpu else 0.0
+        decode, latency = self._costs.decoding_rate(fetch), self._link.latency_s or 0.0
+        return Work(block_s, prompt_s, wire, self._rate(now), decode, latency, shared)
+
+    def _speeds_now(self, now: float) -> tuple[PrefillSpeed | None, PrefillSpeed | None]:
+        """The speeds of blocks and of one pass: as remembered, times what this machine has needed more or less just now."""
+        passes = list(self._passes)
+        if self._running is not None and self._on_cpu:
+            index, since, layer = self._running
+            part = layer / len(self._loaded.identity.layout.layers)
+            if part >= _LEAST_PART and not passes:
+                name = self._blocks[index]
+                passes.append(Pass(name.start, name.end, (now - since) / part))
+        blocks, prompt = self._speeds
+        if not passes:
+            return blocks, prompt
+        if blocks is None:
+            measured = PrefillSpeed.fit(passes)
+            return measured, prompt or measured
+        factor = sum(one.seconds for one in passes) / sum(blocks.seconds(one.start, one.end) for one in passes)
+        return blocks.times(factor), None if prompt is None else prompt.times(factor)
+
+    def _part_done(self, now: float, block_s: float) -> float:
+        """How much of the running pass is done. A GPU's queue is ahead of it, so that only the time tells."""
+        if self._running is None:
+            return 0.0
+        _, since, layer = self._running
+        if self._on_cpu:
+            return layer / len(self._loaded.identity.layout.layers)
+        return min((now - since) / block_s, 1.0) if block_s else 0.0
+
+    def _rate(self, now: float) -> float | None:
+        """Bytes per second of the link: of late, or as remembered as long as what has not come does not speak against it."""
+        fetch = self.fetch
+        measured = None if fetch is None else fetch.rate(now)
+        if measured is not None or fetch is None:
+            return measured if measured is not None else self._link.bytes_per_s
+        spent = now - fetch.started - (self._link.latency_s or 0.0)
+        if self._link.bytes_per_s is None:
+            return None
+        due = fetch.bytes_fetched + _IN_FLIGHT * fetch.width * self._costs.segment_bytes
+        return min(self._link.bytes_per_s, due / spent) if spent > 0 else self._link.bytes_per_s
+
+    # -- the way -----------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        decision = self._decide()
+        if decision.mode is not Mode.COMPUTE:
+            # What may end up as both is fetched in the order and with the room of both.
+            self._begin_fetch(beside=decision.mode is Mode.BOTH or (self._aim.mode is None and decision.expected.fetch is None))
+
+    def _begin_fetch(self, *, beside: bool) -> None:
+        self.fetch = PrefixFetch(
+            self._supply.source,
+            self._identity,
+            self._blocks,
+            length=self._length,
+            capacity=len(self._token_ids) + GROWTH_TOKENS,
+            device=self._loaded.model.device,
+            trust=self._supply.gate.trust,
+            max_kl=self._supply.max_kl,
+            beside=beside,
+            mendable=self._aim.mode is not Mode.FETCH,
+            watch=self._watch,
+        )
+
+    def run(self, *, stream: bool) -> bool:
+        """Returns when as much of the prefix is there as will be: True, or, with `stream`, when the model had better start."""
+        while True:
+            decision = self._decide()
+            fetch = self.fetch
+            if fetch is None or decision.mode is Mode.COMPUTE or fetch.complete:
+                break
+            if decision.mode is Mode.BOTH:
+                self._compute_next(self._fetch_beside(fetch))
+                continue
+            if fetch.error is not None:
+                break
+            fetch.widen()
+            if stream and fetch.overlap_pays():
+                return False
+            fetch.pause()
+        self._finish()
+        return True
+
+    def _watch(self) -> None:
+        """Called while the model waits for a layer."""
+        if time.perf_counter() - self._decided >= TICK_SECONDS and self._decide().mode is not Mode.FETCH:
+            raise ReplannedError("fetching alone is not the fastest way any more")
+
+    def _fetch_beside(self, fetch: PrefixFetch) -> PrefixFetch:
+        """The fetch, coming from the right with room for every row."""
+        if any(layer.first for layer in fetch.layers):
+            # Only what the windows at the end reach has room: what was received of it is small.
+            fetch.close()
+            self._begin_fetch(beside=True)
+        fetch = self.fetch or fetch
+        fetch.turn_right()
+        return fetch
+
+    def _compute_next(self, fetch: PrefixFetch) -> None:
+        """Computes the first block that is not there, unless it arrives meanwhile or something else gets better."""
+        index = fetch.usable()
+        delivery, name = fetch.deliveries[index], self._blocks[index]
+        if self._prefill is None:
+            layout = self._loaded.identity.layout
+            self._prefill = ScheduledPrefill(self._loaded.model, layout, 0, layers=fetch.layers)
+        delivery.put_aside()
+        started = time.perf_counter()
+        self._running = (index, started, 0)
+        try:
+            taken = self._prefill.run_one(self._token_ids[name.start : name.end], name.start, partial(self._at_layer, fetch))
+        except BaseException as error:
+            delivery.bring_back()
+            if not isinstance(error, PrefillStoppedError):
+                raise
+        else:
+            fetch.outrun(index)
+            self._passes.append(Pass(name.start, name.end, taken))
+        finally:
+            self._running = None
+            self.history.computed_s += time.perf_counter() - started
+
+    def _at_layer(self, fetch: PrefixFetch, layer: int) -> None:
+        """Between two layers of a pass: goes on, or raises PrefillStoppedError."""
+        if self._running is None:
+            return
+        index, started, _ = self._running
+        self._running = (index, started, layer)
+        if fetch.is_enough(index):
+            raise PrefillStoppedError("the block has arrived")
+        if time.perf_counter() - self._decided >= TICK_SECONDS and self._decide().mode is not Mode.BOTH:
+            raise PrefillStoppedError("the plan has changed")
+
+    # -- the end -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def blocks_usable(self) -> int:
+        """How many blocks from the front are there, after `run`."""
+        return 0 if self.fetch is None else self.fetch.usable()
+
+    @property
+    def computed(self) -> list[int]:
+        """Which of the usable blocks were computed here."""
+        if self.fetch is None:
+            return []
+        return [one.name.index for one in self.fetch.deliveries[: self.blocks_usable] if one.computed]
+
+    @property
+    def planned(self) -> str:
+        """Why the model was to compute what could have been fetched; empty where it was not."""
+        first = self.history.decision
+        whys = [first.why] if first is not None and first.mode is not Mode.FETCH else []
+        whys += [switch.why for switch in self.history.switches if switch.mode is not Mode.FETCH]
+        return whys[0] if whys and (self.fetch is None or self.computed or self.blocks_usable < len(self._blocks)) else ""
+
+    @property
+    def error(self) -> KvcdnError | None:
+        """What went wrong with fetching, if anything did."""
+        return None if self.fetch is None else self.fetch.error
+
+    @property
+    def bytes_fetched(self) -> int:
+        return 0 if self.fetch is None else self.fetch.bytes_fetched
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds from the first decision until the prefix was there."""
+        return self.history.fetching_s if self._ended is None else self._ended - self._began
+
+    @property
+    def layers(self) -> Sequence[CacheLayer]:
+        return () if self.fetch is None else self.fetch.layers
+
+    def _finish(self) -> None:
+        fetch = self.fetch
+        self._ended = time.perf_counter()
+        self.history.ready_s = self._ended - self._asked
+        if fetch is not None:
+            if fetch.error is not None and self._aim.mode is Mode.FETCH:
+                fetch.salvage()
+            self.close()
+
+    def close(self) -> None:
+        """Stops what is on its way, and remembers what was measured. May be called twice."""
+        fetch, history = self.fetch, self.history
+        if fetch is None:
+            return
+        fetch.close()
+        history.computed_blocks = len(self.computed)
+        history.fetched_blocks = self.blocks_usable - history.computed_blocks
+        history.fetching_s = fetch.seconds
+        self._costs.remember(fetch)
+        remember_passes(self._loaded, self._passes)
+        self._passes.clear()

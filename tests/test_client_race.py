@@ -1,0 +1,288 @@
+"""The race: whatever the plan turns to, and whenever, the tensors are the published ones, and nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvcdn import layout
+from kvcdn.client import MissReason, race
+from kvcdn.client.link import LinkEstimate
+from kvcdn.client.plan import Decision, Mode, decide
+from kvcdn.errors import MismatchError
+from kvcdn.keys import Namespace, PrefixNames, block_key
+from kvcdn.model.prefill import ScheduledPrefill
+from kvcdn.model.speed import Pass, prefill_speed, remember_passes
+from kvcdn.model.tokens import Prompt
+from kvcdn.stores.memory import MemoryStore
+from support.link import SlowLink
+from support.published import publish_text
+from support.stock import continued, stock_cache
+from support.tiny import tiny_checkpoint
+
+BLOCK = 64
+TOKENS = 4 * BLOCK + 20
+QUESTION = (17, 4, 250, 9, 33)
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+KINDS = ("llama", "gemma3n_text", "mistral-window", "deepseek_v3", "gpt_oss", "deepseek_v32")
+"""Full attention; windows with shared layers; windows only; latents; windows in some layers and sinks; indexer keys."""
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A published text of each kind, made when first asked for."""
+    made = {}
+
+    def publish(kind):
+        if kind not in made:
+            made[kind] = publish_text(
+                tiny_checkpoint(tmp_path_factory.mktemp("model"), kind, dtype=torch.float32), tokens=TOKENS
+            )
+            blocks = ScheduledPrefill(made[kind].loaded.model, made[kind].loaded.identity.layout, TOKENS)
+            made[kind].blocks = list(blocks.run(made[kind].token_ids))
+        return made[kind]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+        yield publish
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    """No thread outlives its prompt."""
+    yield
+    deadline = time.monotonic() + 5
+    while (
+        left := [one.name for one in threading.enumerate() if one.name.startswith("kvcdn-fetch")]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left == []
+
+
+def asked(of):
+    return Prompt((*of.token_ids, *QUESTION), (TOKENS,))
+
+
+def assert_same_bits(of, prepared):
+    """Every row that a model reads behind the prefix is the published one."""
+    report = prepared.report
+    length = report.tokens_reused + report.tokens_computed
+    assert (prepared.cache is None) == (length == 0)
+    for number, spec in enumerate(of.loaded.identity.layout.layers):
+        if prepared.cache is None or not spec.tensors:
+            continue
+        first = spec.first_needed(length)
+        rows = prepared.cache.layers[number].rows(first, length)
+        for place, tensor in enumerate(rows):
+            expected = torch.cat([block.layers[number][place] for block in of.blocks])[first:length]
+            assert torch.equal(expected, tensor.cpu())
+    return length
+
+
+def script(monkeypatch, modes, link=None, per_decision=0):
+    """Makes the plan a list of modes, one a decision; the last one stays. `link` lets so many bytes through at each."""
+    monkeypatch.setattr(race, "TICK_SECONDS", 0.0)
+    left = list(modes)
+
+    def scripted(work, aim, progress):
+        decided = decide(work, aim, progress)
+        if link is not None:
+            link.let_through(per_decision)
+        mode = left.pop(0) if len(left) > 1 else left[0]
+        return Decision(mode, decided.expected, "scripted")
+
+    monkeypatch.setattr(race, "decide", scripted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["fetch", "both", "compute"])
+def test_every_mode_gives_the_published_bits(published, kind, mode):
+    """Forced, on a link on which both sides have a part; and the model goes on as without kvcdn."""
+    of = published(kind)
+    link = SlowLink(of.store)
+    with of.client(link) as client:
+        if mode == "both":
+            link.hold(of.result.stored_bytes // 3)
+        prepared = client.prepare(asked(of), mode=mode)
+    assert assert_same_bits(of, prepared) == (0 if mode == "compute" else TOKENS)
+    assert {"fetch": 0, "compute": 0}.get(mode, prepared.report.tokens_computed) == prepared.report.tokens_computed
+    assert prepared.report.plan["mode"] == mode
+    assert (prepared.report.reason is MissReason.PLANNED) == (mode == "compute" or prepared.report.tokens_computed > 0)
+    if prepared.cache is not None:
+        theirs = stock_cache(of.loaded, of.token_ids, 5, TOKENS)
+        pairs = zip(*(continued(of.loaded, cache, QUESTION, 3) for cache in (theirs, prepared.cache)), strict=True)
+        assert all(torch.equal(expected, got) for expected, got in pairs)
+    assert link.readers == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_turn_at_any_moment_gives_the_published_bits(published, kind, data):
+    """Modes change between any two layers and any two bytes; the link stalls, dies, or lets a few through a time."""
+    of = published(kind)
+    modes = data.draw(st.lists(st.sampled_from([Mode.FETCH, Mode.BOTH, Mode.BOTH]), min_size=1, max_size=40))
+    last = data.draw(st.sampled_from([Mode.BOTH, Mode.BOTH, Mode.COMPUTE]))
+    until = data.draw(st.one_of(st.none(), st.integers(0, of.result.stored_bytes)))
+    link = SlowLink(of.store, until=until, dies=data.draw(st.booleans()))
+    link.hold()
+    with pytest.MonkeyPatch.context() as patch, of.client(link, mode="auto") as client:
+        script(patch, [*modes, last], link, data.draw(st.integers(0, of.result.stored_bytes // 4)))
+        stream = data.draw(st.booleans())
+        if stream:
+            answer = client.generate(asked(of), **GREEDY)
+            assert answer.report.tokens_reused + answer.report.tokens_computed in (*range(0, TOKENS, BLOCK), TOKENS)
+            assert answer.token_ids == expected_answer(of)
+        else:
+            assert_same_bits(of, client.prepare(asked(of)))
+    assert link.readers == 0
+
+
+def expected_answer(of):
+    if not hasattr(of, "answer"):
+        ids = torch.tensor([asked(of).token_ids])
+        with torch.inference_mode():
+            output = of.loaded.model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+        of.answer = tuple(output[0, ids.shape[1] :].tolist())
+    return of.answer
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3n_text"])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.6, 0.99])
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_link_that_ends_costs_no_answer(published, kind, share, dies):
+    """By itself the plan turns to computing, from an error and from silence, at every stage of the way."""
+    of = published(kind)
+    remember_passes(of.loaded, [Pass(0, BLOCK, 0.2)])
+    link = SlowLink(of.store, bytes_per_s=of.result.stored_bytes / 0.5, until=int(share * of.result.stored_bytes), dies=dies)
+    with of.client(link, mode="auto") as client:
+        prepared = client.prepare(asked(of))
+    assert_same_bits(of, prepared)
+    reasons = {MissReason.PLANNED} | ({MissReason.UNAVAILABLE} if dies else set())
+    # The windows' share may be here before the link ends.
+    reasons = {None} if prepared.report.tokens_reused == TOKENS else reasons
+    assert prepared.report.reason in ({MissReason.UNAVAILABLE} if dies and share < 0.1 else reasons)
+    assert link.readers == 0
+
+
+def test_a_known_fast_link_is_fetched_from_and_a_slow_one_is_not(published):
+    """The first decision comes of what is remembered."""
+    of = published("llama")
+    remember_passes(of.loaded, [Pass(0, BLOCK, 1.0), Pass(BLOCK, 2 * BLOCK, 1.2)])
+    for rate, mode in ((1e9, "fetch"), (of.result.stored_bytes / 5, "both"), (10.0, "compute")):
+        link = SlowLink(of.store, known=LinkEstimate(0.001, rate, 8))
+        with of.client(link, mode="auto") as client:
+            report = client.prepare(asked(of)).report
+        assert mode == report.plan["mode"]
+        assert report.plan["why"]
+    assert report.plan["expected"]["compute"] == pytest.approx(4 * 1.1 + 0.4, rel=0.4)
+
+
+def test_a_link_that_turns_out_fast_ends_computing_within_a_layer(published):
+    """A pass that was begun for an unknown link is cut, and nothing of it is used."""
+    of = published("llama")
+    link = SlowLink(of.store)
+    link.hold()
+    with pytest.MonkeyPatch.context() as patch, of.client(link, mode="auto") as client:
+        script(patch, [Mode.BOTH, Mode.BOTH, Mode.BOTH, Mode.FETCH], link, of.result.stored_bytes // 4 + 1)
+        prepared = client.prepare(asked(of))
+    assert (TOKENS, TOKENS, 0) == (
+        assert_same_bits(of, prepared),
+        prepared.report.tokens_reused,
+        prepared.report.tokens_computed,
+    )
+    assert [one["mode"] for one in prepared.report.plan["switches"]] == ["fetch"]
+
+
+def test_a_corrupt_block_in_the_middle_is_computed_and_those_behind_it_are_used(published):
+    """Only what is wrong is made anew."""
+    of = published("llama")
+    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
+    damaged = block_key(of.loaded.identity.tag, names[2].address)
+    store = MemoryStore()
+    for info in of.store.list("v1/"):
+        data = bytearray(of.store.read(info.key))
+        data[-1] ^= info.key == damaged
+        store.create(info.key, [bytes(data)])
+    remember_passes(of.loaded, [Pass(0, BLOCK, 1.0)])
+    with of.client(SlowLink(store, known=LinkEstimate(0.001, 1e8, 8)), mode="auto") as client:
+        prepared = client.prepare(asked(of))
+    assert (TOKENS, TOKENS - BLOCK) == (assert_same_bits(of, prepared), prepared.report.tokens_reused)
+    assert (MissReason.CORRUPT, "fetch") == (prepared.report.reason, prepared.report.plan["mode"])
+
+
+def test_an_error_of_the_model_is_raised_as_it_is(published, monkeypatch):
+    """What goes wrong in computing is not hidden behind a miss, and the threads of the fetch end."""
+    of = published("llama")
+    link = SlowLink(of.store)
+    link.hold(1000)
+
+    def fail(self, token_ids):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(ScheduledPrefill, "_pass", fail)
+    with of.client(link) as client, pytest.raises(MemoryError, match="no room"):
+        client.prepare(asked(of), mode="both")
+    with of.client(link) as client, pytest.raises(MemoryError, match="no room"):
+        client.generate(asked(of), mode="both", **GREEDY)
+
+
+def test_a_model_that_cannot_be_gone_on_with_here_gets_no_cache(published, monkeypatch):
+    """A typed failure of the computing side is a miss, and the model answers by itself."""
+    of = published("llama")
+    link = SlowLink(of.store)
+    link.hold(1000)
+    wanted = expected_answer(of)
+
+    def fail(self, token_ids):
+        raise MismatchError("it was changed after loading")
+
+    monkeypatch.setattr(ScheduledPrefill, "_pass", fail)
+    with of.client(link) as client:
+        answer = client.generate(asked(of), mode="both", **GREEDY)
+    assert (wanted, MissReason.MISMATCH, 0) == (answer.token_ids, answer.report.reason, answer.report.tokens_reused)
+
+
+def test_several_prompts_at_once_race_on_one_model(published):
+    """Each with its own layers and its own link."""
+    of = published("llama")
+
+    def one(number):
+        link = SlowLink(of.store, bytes_per_s=of.result.stored_bytes * (number + 1))
+        with of.client(link) as client:
+            return client.prepare(asked(of), mode="both")
+
+    with ThreadPoolExecutor(4) as pool:
+        for prepared in pool.map(one, range(4)):
+            assert TOKENS == assert_same_bits(of, prepared)
+
+
+def test_speeds_are_remembered_from_what_was_computed(published):
+    """The first race on a machine measures it for the next."""
+    of = published("llama")
+    link = SlowLink(of.store)
+    link.hold()
+    with of.client(link) as client:
+        client.prepare(asked(of), mode="both")
+    found = prefill_speed(of.loaded, whole=False)
+    assert found.seconds(0, BLOCK) > 0
