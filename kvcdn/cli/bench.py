@@ -68,7 +68,7 @@ def edge(
 ) -> None:
     """Warm hits, cold misses, a stampede and slow readers of an edge, beside nginx on the same machine."""
     from kvcdn.cli.bench_edge import Sizes, measure_edge  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.edge.settings import parse_size  # noqa: PLC0415
+    from kvcdn.sizes import parse_size  # noqa: PLC0415
 
     if against != "nginx":
         raise UsageError(f"{against} is nothing to measure against", hint="--against nginx")
