@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test check peers soak format bench clean
 
 setup: $(STAMP)
 
@@ -32,6 +32,19 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_layout.py tests/test_docs.py
 
+# The edge among other people's programs: nginx (apt-get install nginx-light), curl, and a linter in an environment of its own.
+peers: setup .venv-redbot/bin/redbot
+	$(BIN)/pytest tests/test_edge_peers.py
+
+# Ten minutes of mixed load on an edge that is killed again and again, before an origin that fails: make soak SOAK_SECONDS=600.
+SOAK_SECONDS ?= 600
+soak: setup
+	KVCDN_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest -s -p no:xdist --timeout 0 tests/soak/soak_edge.py
+
+.venv-redbot/bin/redbot:
+	$(PYTHON) -m venv .venv-redbot
+	.venv-redbot/bin/pip install --quiet redbot==2.7.1
+
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -40,4 +53,4 @@ bench: setup
 	$(BIN)/kvcdn bench ttft --tokens 3774 --json
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv-redbot build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

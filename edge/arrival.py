@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from threading import Event
 
@@ -34,6 +35,9 @@ RESUMES = 3
 RESUME_PAUSE_SECONDS = 0.2
 """First pause before the same origin is asked again; it doubles each time."""
 
+DAMAGES = 2
+"""What an origin may send damaged of one object before it is asked no more: once may have been the link's fault."""
+
 Tell = Callable[[int], None]
 """Called, in the thread that fills, with the number of leading bytes that are on disk and proven."""
 
@@ -48,7 +52,7 @@ class Arrival:
         """On the monotonic clock."""
         self.resumes = 0
         """How often the object was taken up again so far."""
-        self._damaging: set[Origin] = set()
+        self._damaged: Counter[Origin] = Counter()
 
     @classmethod
     def begin(cls, origins: Origins, name: ObjectName, trust: TrustList | None) -> Arrival:
@@ -98,10 +102,10 @@ class Arrival:
         """Goes on at the frontier with the next origin that can; the position there. Raises `failure` where none can."""
         self.abandon()
         if isinstance(failure, IntegrityError):
-            self._damaging.add(self._origin)
+            self._damaged[self._origin] += 1
         place = self._origins.each.index(self._origin)
         others = (*self._origins.each[place + 1 :], *self._origins.each[: place + 1])
-        while usable := [origin for origin in others if origin not in self._damaging]:
+        while usable := [origin for origin in others if self._damaged[origin] < DAMAGES]:
             for origin in usable:
                 if self.resumes == RESUMES:
                     raise failure

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from typing import Protocol
@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome
+from kvcdn.edge.sendfile import Sender
 
 SERVER = "kvcdn"
 
@@ -120,10 +121,10 @@ class FileResponse(web.StreamResponse):
         try:
             writer = await super().prepare(request)
             transport = request.transport
-            if transport is None:
+            if transport is None or writer is None:
                 raise ConnectionResetError("the client left")
             try:
-                await self._send(transport)
+                await self._send(transport, writer)
             except BaseException:
                 # The length is announced: only a broken connection tells the client that the body is not complete.
                 transport.abort()
@@ -132,38 +133,48 @@ class FileResponse(web.StreamResponse):
         finally:
             self._source.file.close()
 
-    async def _send(self, transport: asyncio.Transport) -> None:
-        source = self._source
+    async def _send(self, transport: asyncio.Transport, writer: AbstractStreamWriter) -> None:
         # Encrypted bytes have to come by here; others go from the page cache to the socket.
-        copies = transport.get_extra_info("sslcontext") is not None
+        if transport.get_extra_info("sslcontext") is not None:
+            await self._send_by(self._copy)
+            return
+        # A limit of nothing makes `drain` wait until all of the headers are sent: nothing may come between them and the body.
+        transport.set_write_buffer_limits(high=0)
+        await writer.drain()
+        sender = Sender(transport)
+        try:
+            await self._send_by(lambda count: self._sendfile(sender, count))
+        finally:
+            sender.close()
+            transport.set_write_buffer_limits()
+
+    async def _send_by(self, way: Callable[[int], Awaitable[int]]) -> None:
+        source = self._source
         while self.sent < source.length:
             try:
-                count = min(COPIED_BYTES if copies else PIECE_BYTES, await source.ready(self.sent))
+                count = await source.ready(self.sent)
+                async with asyncio.timeout(STALL_SECONDS):
+                    sent = await way(count)
             except BrokenFillError as error:
                 raise ConnectionResetError(str(error)) from error
-            try:
-                async with asyncio.timeout(STALL_SECONDS):
-                    sent = await (self._copy(count) if copies else self._sendfile(transport, count))
             except TimeoutError:
                 raise ConnectionResetError("the client stopped reading") from None
-            except RuntimeError as error:
-                # The transport is closing, or the first sendfile of a piece failed, which asyncio words like this.
-                raise ConnectionResetError(str(error)) from error
             except ConnectionError:
                 raise
             except OSError as error:
                 self._on_short()
                 raise ConnectionResetError(f"reading the file failed: {error.strerror}") from None
             self.sent += sent
-            if sent < count:
+            if not sent:
                 self._on_short()
                 raise ConnectionResetError("the file ended early")
 
-    async def _sendfile(self, transport: asyncio.Transport, count: int) -> int:
-        loop, source = asyncio.get_running_loop(), self._source
-        return await loop.sendfile(transport, source.file, source.start + self.sent, count, fallback=False)
+    async def _sendfile(self, sender: Sender, count: int) -> int:
+        source = self._source
+        return await sender.send(source.file.fileno(), source.start + self.sent, min(count, PIECE_BYTES))
 
     async def _copy(self, count: int) -> int:
-        piece = await asyncio.to_thread(os.pread, self._source.file.fileno(), count, self._source.start + self.sent)
+        file, position = self._source.file.fileno(), self._source.start + self.sent
+        piece = await asyncio.to_thread(os.pread, file, min(count, COPIED_BYTES), position)
         await self.write(piece)
         return len(piece)

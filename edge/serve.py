@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
 import resource
 import signal
+import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -38,6 +40,12 @@ LINGERING_SECONDS = 1.0
 """How long a refused request's body is still read, so that the client sees the answer before the connection ends."""
 
 BACKLOG = 1024
+
+SWITCH_SECONDS = 0.001
+"""How long a thread that fills may keep the interpreter while the loop has something to send. Python's own 5 ms are felt."""
+
+SOCKET_MODE = 0o660
+"""Who may reach a Unix socket: the edge's user and group, such as a proxy's."""
 
 log = logging.getLogger("kvcdn.edge")
 
@@ -89,6 +97,7 @@ def run(settings: EdgeSettings, reload: Callable[[], EdgeSettings] | None = None
     """
     stores = open_origins(settings)
     _raise_descriptor_limit()
+    sys.setswitchinterval(SWITCH_SECONDS)
     with logging_to_stderr(settings.log_level):
         asyncio.run(_serve_until_signal(settings, stores, reload))
 
@@ -201,6 +210,8 @@ async def _listening(
         yield await _listen(address, runner, tls)
     finally:
         await runner.cleanup()
+        if address.socket is not None:
+            address.socket.unlink(missing_ok=True)
 
 
 def _server(
@@ -224,12 +235,27 @@ def _server(
 
 async def _listen(address: ListenAddress, runner: web.ServerRunner, tls: ssl.SSLContext | None) -> str:
     try:
+        if address.socket is not None:
+            await _listen_locally(address.socket, runner, tls)
+            return str(address)
         await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG, ssl_context=tls).start()
     except OSError as error:
         raise UnavailableError(
             f"cannot listen on {address}: {error.strerror}", hint="name a free port with listen, or 0 for any"
         ) from None
     return address.url(runner.addresses[0][1], "http" if tls is None else "https")
+
+
+async def _listen_locally(path: Path, runner: web.ServerRunner, tls: ssl.SSLContext | None) -> None:
+    """Raises OSError where somebody answers at `path` already; what a dead edge left there is replaced."""
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe,
+        contextlib.suppress(FileNotFoundError, ConnectionRefusedError),
+    ):
+        probe.connect(str(path))
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    await web.UnixSite(runner, path, backlog=BACKLOG, ssl_context=tls).start()
+    path.chmod(SOCKET_MODE)  # noqa: ASYNC240 - once, before anybody waits
 
 
 def tls_context(settings: EdgeSettings) -> ssl.SSLContext | None:

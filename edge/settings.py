@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ _LISTEN = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9.-]{1,253})):([0-
 
 MAX_PORT = 65535
 
+_UNIX = "unix:"
+
+MAX_SOCKET_PATH_BYTES = 107
+"""Linux's own limit."""
+
 
 def _checked_capacity(value: int) -> int:
     if not MIN_CAPACITY_BYTES <= value <= MAX_CAPACITY_BYTES:
@@ -46,19 +52,26 @@ class ListenAddress:
 
     host: str
     port: int
+    socket: Path | None = None
+    """Of a Unix socket, which has neither host nor port."""
 
     @classmethod
     def parse(cls, text: str) -> ListenAddress:
-        """Reads `127.0.0.1:8400`, `[::1]:8400` or `localhost:8400`. Raises ValueError."""
+        """Reads `127.0.0.1:8400`, `[::1]:8400`, `localhost:8400` or `unix:/run/kvcdn.sock`. Raises ValueError."""
+        if text.startswith(_UNIX):
+            path = Path(text.removeprefix(_UNIX))
+            if not path.is_absolute() or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+                raise ValueError(f"{text[:80]!r} is not unix: and an absolute path of at most {MAX_SOCKET_PATH_BYTES} bytes")
+            return cls("", 0, path)
         match = _LISTEN.fullmatch(text)
         if match is None or int(match.group(3)) > MAX_PORT:
-            raise ValueError(f"{text[:80]!r} is not HOST:PORT")
+            raise ValueError(f"{text[:80]!r} is not HOST:PORT or unix:/PATH")
         return cls(match.group(1) or match.group(2), int(match.group(3)))
 
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine reaches it. A name other than `localhost` may resolve to anything: it counts as outside."""
-        if self.host == "localhost":
+        if self.host == "localhost" or self.socket is not None:
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
@@ -66,10 +79,14 @@ class ListenAddress:
             return False
 
     def __str__(self) -> str:
+        if self.socket is not None:
+            return f"{_UNIX}{self.socket}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def url(self, port: int, scheme: str = "http") -> str:
-        """The base URL when bound to `port`."""
+        """The base URL when bound to `port`; `unix:/path` for a Unix socket."""
+        if self.socket is not None:
+            return str(self)
         return f"{scheme}://[{self.host}]:{port}" if ":" in self.host else f"{scheme}://{self.host}:{port}"
 
 
@@ -121,7 +138,7 @@ class EdgeSettings(BaseSettings):
         default=10 * 1000**2, description="How fast cached files are read again and checked, over and over. 0 does without."
     )
     listen: Annotated[str, AfterValidator(_checked_listen)] = Field(
-        default="127.0.0.1:8400", description="HOST:PORT to listen on. Port 0 takes a free one."
+        default="127.0.0.1:8400", description="HOST:PORT or unix:/PATH to listen on. Port 0 takes a free one."
     )
     trust_file: Path | None = Field(
         default=None,

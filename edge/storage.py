@@ -96,6 +96,7 @@ class DiskCache:
         Raises UsageError where another edge uses it, UnavailableError where the disk refuses.
         """
         self._folder = folder.expanduser().absolute()
+        self._objects = str(self._folder / "objects")
         self._eviction = Eviction(capacity)
         self._entries: dict[str, Entry] = {}
         self._index = FileIndex(self._folder / "index")
@@ -165,7 +166,8 @@ class DiskCache:
         if entry is None:
             return None
         try:
-            file = FileIO(os.open(self._path(key, entry), _OPEN_FLAGS))
+            name = _file_name(key, entry.size, entry.id)
+            file = FileIO(os.open(f"{self._objects}/{name[:2]}/{name}", _OPEN_FLAGS))
         except OSError as error:
             if error.errno not in _NO_FILE:
                 raise
@@ -231,7 +233,7 @@ class DiskCache:
         return self._place(_file_name(key, entry.size, entry.id))
 
     def _place(self, file: str) -> Path:
-        return self._folder / "objects" / file[:2] / file
+        return Path(f"{self._objects}/{file[:2]}/{file}")
 
     def _make_folders(self) -> None:
         self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)

@@ -177,7 +177,7 @@ def test_a_damaged_block_is_neither_served_nor_stored(document: Document, tmp_pa
         if damage in BEHIND_THE_ENVELOPE:
             cut = ask_part(edge.url, f"/{key}")
             assert (200, str(len(data)), True) == (cut.status, cut.headers["Content-Length"], data.startswith(cut.body))
-            assert len(cut.body) < len(data) or damage == "doubled"
+            assert len(cut.body) < len(data) or damage in ("trailing", "doubled")
             settle(edge.url)
         for _ in range(2):
             reply = ask(edge.url, f"/{key}")
@@ -186,7 +186,8 @@ def test_a_damaged_block_is_neither_served_nor_stored(document: Document, tmp_pa
             assert (1, True) == (reply.body.count(b"\n"), len(reply.body) < 400)
         assert (0, []) == (disk_bytes(tmp_path / "cache"), object_files(tmp_path / "cache"))
         assert (1.0, 0) == (metric(edge.url, 'kvcdn_edge_fills_total{outcome="corrupt"}'), edge.cache.used)
-        assert [key] == store.streams
+        # Once more where it could have been the link's fault.
+        assert [key] * (2 if damage in BEHIND_THE_ENVELOPE else 1) == store.streams
 
 
 @pytest.mark.parametrize("damage", ["magic", "header", "signature", "truncated in the header", "empty", "trailing", "doubled"])
@@ -242,6 +243,7 @@ def test_untrusted_publishers_are_refused_where_there_is_a_list(document: Docume
         with edge_in_thread(store, tmp_path / f"cache-{status}", trust_file=trust) as edge:
             for path in (key, document.manifest_key):
                 assert status == ask(edge.url, f"/{path}").status
+            settle(edge.url)
             assert (status == 200) == bool(object_files(tmp_path / f"cache-{status}"))
             assert (0.0 if status == 200 else 2.0) == metric(edge.url, 'kvcdn_edge_fills_total{outcome="untrusted"}')
     # What an edge without a list stored is not served by one with a list.

@@ -55,6 +55,50 @@ def ttft(
 
 
 @app.command()
+def edge(
+    against: Annotated[str, typer.Option(help="What to measure beside; only nginx is known.")] = "nginx",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a round of warm hits.")] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each server, alternating.")] = 5,
+    clients: Annotated[int, typer.Option(min=1, help="Clients at once on one cold object.")] = 200,
+    cold_size: Annotated[str, typer.Option(help="Size of that object.")] = "256MiB",
+    readers: Annotated[int, typer.Option(min=1, help="Readers that stop reading.")] = 1000,
+    slow_size: Annotated[str, typer.Option(help="Size of the object that they hold; it is written twice.")] = "5GiB",
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Warm hits, cold misses, a stampede and slow readers of an edge, beside nginx on the same machine."""
+    from kvcdn.cli.bench_edge import Sizes, measure_edge  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.sizes import parse_size  # noqa: PLC0415
+
+    if against != "nginx":
+        raise UsageError(f"{against} is nothing to measure against", hint="--against nginx")
+    try:
+        cold_bytes, slow_bytes = parse_size(cold_size), parse_size(slow_size)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    sizes = Sizes(seconds, rounds, clients=clients, cold_bytes=cold_bytes, readers=readers, slow_bytes=slow_bytes)
+    result = measure_edge(sizes, note)
+    if as_json:
+        print_json(result)
+        return
+    print_table(
+        ["BYTES", "CONNECTIONS", "GBIT/S", "NGINX", "RATIO", "P99 FIRST BYTE", "NGINX"],
+        [
+            [
+                f"{row['size']:,}",
+                str(row["connections"]),
+                f"{row['gbps']:.2f}",
+                f"{row['nginx_gbps']:.2f}",
+                f"{row['ratio']:.2f}",
+                f"{row['p99_ttfb_ms']:.2f} ms",
+                f"{row['nginx_p99_ttfb_ms']:.2f} ms",
+            ]
+            for row in [*result["rows"], result["manifests"]]
+        ],
+    )
+
+
+@app.command()
 def restart(
     objects: Annotated[int, typer.Option(min=1, help="Files in the cache.")] = 100_000,
     runs: Annotated[int, typer.Option(min=1, help="Starts of each kind.")] = 3,

@@ -16,7 +16,7 @@ def edge(
     endpoint: Annotated[str | None, typer.Option(help="S3 endpoint, for a server that is not AWS.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder of cached objects.")] = None,
     capacity: Annotated[str | None, typer.Option(help="Hard cap of the cache on disk, such as 200GB.")] = None,
-    listen: Annotated[str | None, typer.Option(help="HOST:PORT to listen on.")] = None,
+    listen: Annotated[str | None, typer.Option(help="HOST:PORT or unix:/PATH to listen on.")] = None,
     trust: Annotated[Path | None, typer.Option(help="Trust list: cache only what these publishers signed.")] = None,
     *,
     check_config: Annotated[bool, typer.Option("--check-config", help="Say whether the settings will do, and end.")] = False,

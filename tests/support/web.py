@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,6 +32,8 @@ class Web:
     port: int = 0
     ignores_ranges: bool = False
     token: str | None = None
+    bend: Callable[[Answer], Answer] | None = None
+    """Makes of a right answer what is sent."""
     answers: deque[Answer] = field(default_factory=deque)
     """Given first, one per request."""
     requests: list[tuple[str, str, Mapping[str, str]]] = field(default_factory=list)
@@ -74,7 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # headers and body in one packet: two would wait for each other (Nagle and delayed acknowledgement)
 
     def do_GET(self) -> None:
-        self._answer(self._choose())
+        answer = self._choose()
+        self._answer(answer if self.web.bend is None else self.web.bend(answer))
 
     do_HEAD = do_GET  # noqa: N815 - the name that http.server calls
 
