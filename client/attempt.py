@@ -192,11 +192,14 @@ class Attempt:
         blocks = tuple(name for name in self._published.blocks if name.end <= self.length)
         return FetchedPrefix.of(race.fetch, self._loaded.identity, blocks, self._supply.gate.trust)
 
-    def keep(self) -> None:
-        """Has what was fetched whole kept for others on this host. What was computed here nobody has signed."""
+    def keep(self, *, behind: bool = False) -> None:
+        """Has what was fetched whole kept for others on this host, `behind` a model that is about to run.
+
+        What was computed here nobody has signed.
+        """
         fetched, self._fetched = self._fetched, None
         if self._supply.local is not None and fetched is not None and self.race is not None and not self.race.computed:
-            self._supply.local.keep(fetched)
+            self._supply.local.keep(fetched, behind=behind)
 
     def vouched_for(self) -> bool:
         """Whether the publishers of what is fetched, as far as known by now, have passed the canary before.
@@ -221,7 +224,7 @@ class Attempt:
             report.blocks_reused = report.bytes_raw = 0
             report.seconds_saved = None
             return None
-        self.keep()
+        self.keep(behind=True)
         return cache
 
     def close(self) -> None:

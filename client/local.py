@@ -31,6 +31,9 @@ from kvcdn.stores.mapped import FileKey, MappedFile
 MAX_WAITING = 4
 """Prefixes waiting to be kept: each holds its tensors in memory until then."""
 
+BEHIND_SECONDS = 2.0
+"""How long keeping waits where a model is about to run: the two would take the cores from each other before its first token."""
+
 MAX_REMEMBERED = 1024
 """Files whose check is remembered, with some kilobyte a block."""
 
@@ -80,11 +83,18 @@ class FetchedPrefix:
 
     @classmethod
     def of(cls, fetch: PrefixFetch, model: ModelIdentity, blocks: tuple[BlockName, ...], trust: TrustList) -> FetchedPrefix:
-        """The rows of `blocks`, which `fetch` is filling."""
+        """The rows of `blocks`, the first that `fetch` fills, from where on every block brings them."""
         end = blocks[-1].end if blocks else 0
-        first = tuple(min(layer.first, end) for layer in fetch.layers)
+        first = []
+        for layer, spec in enumerate(model.layout.layers):
+            start = end if spec.tensors else 0
+            for one in reversed(fetch.deliveries[: len(blocks)] if spec.tensors else ()):
+                if not (one.computed or one.wanted[layer]):
+                    break
+                start = one.name.start
+            first.append(start)
         rows = [layer.rows(start, end) for layer, start in zip(fetch.layers, first, strict=True)] if blocks else []
-        return cls(fetch, model, blocks, trust, first, rows)
+        return cls(fetch, model, blocks, trust, tuple(first), rows)
 
     def header(self) -> PrefixFile:
         """The header of its file, once everything has arrived."""
@@ -105,6 +115,7 @@ class LocalPrefixes:
         self._writer: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._waiting = 0
+        self._closing = threading.Event()
 
     def find(self, chain: Chain, boundaries: tuple[int, ...], trust: TrustList, device: torch.device) -> LocalPrefix | None:
         """The longest prefix of `chain` that is here, ends with a block, and was published by somebody in `trust`.
@@ -128,10 +139,11 @@ class LocalPrefixes:
                 return found
         return None
 
-    def keep(self, prefix: FetchedPrefix) -> Future[bool] | None:
+    def keep(self, prefix: FetchedPrefix, *, behind: bool = False) -> Future[bool] | None:
         """Keeps a prefix that has arrived whole, in the background; None where it cannot be, or too many are waiting already.
 
-        The result says whether it was kept: not where it is there already, is being written by another, or does not fit.
+        `behind` a model that is about to run. The result says whether it was kept: not where it is there already, is being
+        written by another, or does not fit.
         """
         with self._lock:
             if self._waiting >= MAX_WAITING or not prefix.blocks or not _holds(prefix.model):
@@ -139,17 +151,20 @@ class LocalPrefixes:
             self._waiting += 1
             if self._writer is None:
                 self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvcdn-keep")
-            return self._writer.submit(self._keep, prefix)
+            return self._writer.submit(self._keep, prefix, BEHIND_SECONDS if behind else 0.0)
 
     def close(self) -> None:
         """Returns when everything has been kept."""
         with self._lock:
             writer, self._writer = self._writer, None
+        self._closing.set()
         if writer is not None:
             writer.shutdown()
+        self._closing.clear()
 
-    def _keep(self, prefix: FetchedPrefix) -> bool:
+    def _keep(self, prefix: FetchedPrefix, delay: float) -> bool:
         try:
+            self._closing.wait(delay)
             return _write(self.store, prefix)
         except KvcdnError:
             # A full disk, a folder that is not private, rows that the model has changed in the meantime: not kept.

@@ -29,6 +29,9 @@ ALIGNMENT_BYTES = 4096
 ROOM_TOKENS = 2048
 """Room for a question and its answer behind a mapped prefix. It is a hole in the file: it costs addresses, no disk."""
 
+PLACES_NOTED = 64
+"""A file system notes some 300 stretches of a file in a page; a place may lie in a few of them."""
+
 MAX_HEAD_BYTES = PREAMBLE_BYTES + MAX_HEADER_BYTES
 """Magic, length and header; envelopes and tensors follow."""
 
@@ -111,9 +114,10 @@ class PrefixFile:
         return _aligned(max(ends))
 
     def disk_bytes(self, layout: Layout) -> int:
-        """Bytes on a disk that keeps holes as holes, in whole pages."""
+        """Bytes on a disk that keeps holes as holes, in whole pages; those in which it notes where they are included."""
         places = [place for layer in self.places(layout) for place in layer]
-        return places[0].offset + sum(_aligned((self.tokens - place.first) * place.tensor.bytes_per_token) for place in places)
+        rows = sum(_aligned((self.tokens - place.first) * place.tensor.bytes_per_token) for place in places)
+        return places[0].offset + rows + ALIGNMENT_BYTES * (1 + len(places) // PLACES_NOTED)
 
     def leading(self, address: Digest) -> int:
         """How many blocks lead up to and include `address`. Raises CorruptError where it is none of them."""

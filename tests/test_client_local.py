@@ -20,6 +20,7 @@ from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes
 from kvcdn.client.transport import StoreSource
 from kvcdn.keys import Chain, Namespace
+from kvcdn.model.cache import build_cache
 from kvcdn.model.tokens import Prompt, encode_chat
 from kvcdn.origin.publish import Publisher
 from kvcdn.signing import TrustList
@@ -271,11 +272,14 @@ def test_what_a_model_writes_is_its_own(published, store):
     """One session cuts its cache back and goes elsewhere, over rows of the prefix; others and the file do not see it."""
     keep(published, store)
     before = files(store)[0].read_bytes()
+    chain = Chain(published.loaded.identity, Namespace.public(), asked(published).token_ids)
+    first = LocalPrefixes(store).find(chain, (TOKENS,), TrustList.of(published.key.public), torch.device("cpu"))
     with published.client(local_store=store) as client:
-        first, second = (client.prepare(asked(published)) for _ in range(2))
-        for layer in first.cache.layers:
+        second = client.prepare(asked(published))
+        for layer in first.layers:
             layer.crop(BLOCK - TOKENS)
-        continued(published.loaded, first.cache, range(2, 2 + 2 * BLOCK), STEPS)
+        continued(published.loaded, build_cache(published.loaded.model, first.layers), range(2, 2 + 2 * BLOCK), STEPS)
+        assert [3 * BLOCK + STEPS] * 3 == [layer.get_seq_length() for layer in first.layers]
         assert same_as_stock(published, second)
         assert same_as_stock(published, client.prepare(asked(published)))
     assert before == files(store)[0].read_bytes()
@@ -328,6 +332,15 @@ def _fetched(published):
     prefix = FetchedPrefix.of(fetch, identity, blocks, trust)
     fetch.wait()
     return prefix
+
+
+def test_keeping_waits_behind_a_model_that_is_about_to_run(published, store, monkeypatch):
+    """Who prepares inputs is going to use them at once; `close` does not wait for the delay, but for the file."""
+    monkeypatch.setattr(local, "BEHIND_SECONDS", 60.0)
+    with published.client(local_store=store) as client:
+        client.prepare(asked(published))
+        assert [] == store.stored()
+    assert 1 == len(store.stored())
 
 
 def test_few_prefixes_wait_to_be_kept(published, store, monkeypatch):

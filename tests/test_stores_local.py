@@ -33,14 +33,12 @@ def find(store, prefix, block=-1):
 
 
 def disk_bytes(folder: Path) -> int:
-    """What the files take of the disk, those being written included."""
-    total = 0
-    for path in [*folder.glob("prefixes/*"), *folder.glob("writing/*")]:
-        try:
-            total += 512 * path.stat().st_blocks
-        except FileNotFoundError:
-            continue
-    return total
+    """What the files take of the disk at one moment, those being written included."""
+    if not (folder / "lock").exists():
+        return 0
+    with (folder / "lock").open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        return sum(512 * path.stat().st_blocks for part in ("prefixes", "writing") for path in folder.glob(f"{part}/*"))
 
 
 def names(folder: Path, part: str) -> set[str]:
@@ -108,7 +106,7 @@ def test_the_longest_unused_goes_first(tmp_path):
         prefix.write(store)
         assert disk_bytes(store.folder) <= store.capacity
     assert 3 == len(store.stored())
-    assert Prefix(MODEL, tuple(range(10, 14))).write(store) is None
+    assert Prefix(MODEL, tuple(range(10, 16))).write(store) is None
 
 
 def test_the_time_of_use_is_written_seldom_and_changes_nothing_else(store, monkeypatch):

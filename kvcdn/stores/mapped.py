@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,14 +32,20 @@ def map_file(path: Path) -> MappedFile | None:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or not found.st_size:
             return None
-        # No memory is reserved: of a private mapping only the pages that are written to take any.
-        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-        memory = mmap.mmap(descriptor, found.st_size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        return MappedFile(path.name, file_key(found), memory)
+        return MappedFile(path.name, file_key(found), _map_privately(descriptor, found.st_size))
     except (OSError, ValueError):
         return None
     finally:
         os.close(descriptor)
+
+
+def _map_privately(descriptor: int, size: int) -> mmap.mmap:
+    """Readable and writable. No memory is reserved: only the pages that are written to take any."""
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    if sys.version_info >= (3, 13):
+        # Otherwise every mapping holds a descriptor, of which a process has few.
+        return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE, trackfd=False)
+    return mmap.mmap(descriptor, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def file_key(found: os.stat_result) -> FileKey:

@@ -41,7 +41,7 @@ def ask(loaded: LoadedModel, arguments: list[str]) -> dict[str, object]:
     """One agent's question."""
     checkpoint, text, folder, publisher, url = arguments
     store, trust = LocalStore(Path(folder)), TrustList.of(PublicKey.from_text(publisher))
-    options = {"checkpoint": checkpoint, "trust": trust, "local_store": store}
+    options = {"checkpoint": checkpoint, "trust": trust, "local_store": store, "mode": "fetch"}
     with Client(loaded.model, loaded.tokenizer, url, **options) as client:
         document = Path(text).read_text("utf-8")
         prepared = client.prepare(client.question(document, QUESTION))
