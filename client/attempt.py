@@ -45,6 +45,7 @@ class Attempt:
         self.report = report
         self._loaded = loaded
         self._supply = supply
+        self._source = supply.source.session()
         self._fetched: FetchedPrefix | None = None
         self._identity = loaded.identity
         chain = Chain(loaded.identity, supply.namespace, prompt.token_ids)
@@ -83,7 +84,7 @@ class Attempt:
         supply = self._supply
         try:
             self._identity, published = find_in_precisions(
-                supply.source, self._identity, supply.precisions, supply.namespace, self.prompt
+                self._source, self._identity, supply.precisions, supply.namespace, self.prompt
             )
             return published
         except KvcdnError as error:
@@ -94,7 +95,7 @@ class Attempt:
 
     def _start_fetch(self) -> PrefixFetch:
         fetch = PrefixFetch(
-            self._supply.source,
+            self._source,
             self._identity,
             self._published.blocks,
             length=self.length,

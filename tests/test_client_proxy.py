@@ -1,4 +1,4 @@
-"""Proxies and certificates: the environment's are respected, this machine's own traffic is left alone, nobody is trusted unproven."""
+"""Proxies and certificates: the environment's are respected, this machine is asked directly, nobody is trusted unproven."""
 
 from __future__ import annotations
 
