@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from transformers.cache_utils import Cache
 
@@ -33,7 +34,8 @@ class Attempt:
         self.prompt = prompt
         self.report = report
         self._loaded = loaded
-        self._supply = supply
+        # One budget of time and retries for the prompt, whatever it asks for.
+        self._supply = supply = replace(supply, source=supply.source.session())
         self._identity = loaded.identity
         self._fetched: FetchedPrefix | None = None
         chain = Chain(loaded.identity, supply.namespace, prompt.token_ids)

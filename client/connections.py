@@ -71,8 +71,11 @@ class ConnectionPool:
     def __repr__(self) -> str:
         return f"ConnectionPool({self.url})"
 
-    def take(self, patience: Patience, *, fresh: bool = False) -> Wire:
-        """A connection for a prompt, new if `fresh`. Raises UnavailableError; BrokenError where another try may help."""
+    def take(self, patience: Patience, *, fresh: bool = False, within_s: float = CONNECT_SECONDS) -> Wire:
+        """A connection for a prompt, new if `fresh`; a new one is made `within_s` seconds.
+
+        Raises UnavailableError; BrokenError where another try may help.
+        """
         while not fresh:
             with self._lock:
                 wire = self._idle.pop() if self._idle else None
@@ -84,7 +87,7 @@ class ConnectionPool:
                 continue
             wire.lend(patience)
             return wire
-        return self._connect(patience)
+        return self._connect(patience, within_s)
 
     def give_back(self, wire: Wire) -> None:
         """Keeps a connection whose last answer was read to its end."""
@@ -113,8 +116,8 @@ class ConnectionPool:
 
     # -- connecting -------------------------------------------------------------------------------------------------------
 
-    def _connect(self, patience: Patience) -> Wire:
-        due = patience.clock() + min(CONNECT_SECONDS, patience.silence())
+    def _connect(self, patience: Patience, within_s: float) -> Wire:
+        due = patience.clock() + min(within_s, patience.silence())
         host, port = (self._proxy.host, self._proxy.port) if self._proxy else (self._host, self._port)
         name = self._proxy.name if self._proxy else self.url
         problem = "its name was not found in time"

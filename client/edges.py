@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvcdn.client.connections import ConnectionPool
+from kvcdn.client.connections import CONNECT_SECONDS, ConnectionPool
 from kvcdn.client.exchange import Exchange
 from kvcdn.client.health import Health
 from kvcdn.client.link import LinkEstimate, LinkMeter
@@ -29,6 +29,9 @@ HEDGE_SAMPLES = 16
 
 HEDGE_FLOOR_SECONDS = 0.1
 HEDGE_UNKNOWN_SECONDS = 1.0
+
+HEDGE_CONNECT_SECONDS = 0.5
+"""For a second request's connection, while which nobody listens to the first."""
 
 HEDGE_SHARE = 0.05
 """Second requests are at most this share of the requests: more would be load that slows everybody down."""
@@ -60,7 +63,7 @@ class Edge:
 class Send(Protocol):
     """Sends a certain request to an edge. Raises BrokenError or StoppedError."""
 
-    def __call__(self, edge: Edge, *, fresh: bool) -> Exchange: ...
+    def __call__(self, edge: Edge, *, fresh: bool = False, connect_s: float = CONNECT_SECONDS) -> Exchange: ...
 
 
 class EdgeGroup:
@@ -113,16 +116,15 @@ class EdgeGroup:
         `again` sends the same request once more. The other exchange is closed; so are both where this raises BrokenError.
         """
         late = exchange.sent + self._late_after(exchange)
-        before = self.meter.total_bytes
         exchange.look()
         try:
             if first_to_answer([exchange.wire], patience, min(late, exchange.due) - patience.clock()) is not None:
                 return exchange
-            if late >= exchange.due or self._saturated(before, patience.clock() - exchange.sent) or not self._may_hedge():
+            if late >= exchange.due or self._saturated(exchange, patience.clock()) or not self._may_hedge():
                 return exchange
             first = self.edge_of(exchange)
             other = next((edge for edge in self.ranked(key) if edge is not first and edge.health.well), first)
-            second = again(other, fresh=True)
+            second = again(other, fresh=other is first, connect_s=HEDGE_CONNECT_SECONDS)
         except BrokenError:
             return exchange
         except BaseException:
@@ -134,9 +136,9 @@ class EdgeGroup:
         slow = exchange.pool.link.slow_answer(HEDGE_QUANTILE, HEDGE_SAMPLES)
         return HEDGE_UNKNOWN_SECONDS if slow is None else max(slow, HEDGE_FLOOR_SECONDS)
 
-    def _saturated(self, before: int, seconds: float) -> bool:
+    def _saturated(self, exchange: Exchange, now: float) -> bool:
         rate = self.meter.estimate().bytes_per_s
-        return rate is not None and self.meter.total_bytes - before >= SATURATED_SHARE * rate * seconds
+        return rate is not None and self.meter.total_bytes - exchange.seen >= SATURATED_SHARE * rate * (now - exchange.sent)
 
     def asked(self) -> None:
         """A request was sent: a share of a second one may be."""

@@ -6,7 +6,7 @@ import http.client
 from collections.abc import Mapping
 from typing import Self
 
-from kvcdn.client.connections import ConnectionPool
+from kvcdn.client.connections import CONNECT_SECONDS, ConnectionPool
 from kvcdn.client.patience import Patience
 from kvcdn.client.wire import BrokenError
 from kvcdn.errors import CorruptError, UnavailableError
@@ -21,7 +21,7 @@ _NO_FIELDS: Mapping[str, str] = {}
 class Exchange:
     """A context manager: leaving it returns the connection, if the answer was read to its end, and closes it otherwise."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - by name
         self,
         pool: ConnectionPool,
         patience: Patience,
@@ -31,8 +31,12 @@ class Exchange:
         body: bytes | None = None,
         headers: Mapping[str, str] = _NO_FIELDS,
         fresh: bool = False,
+        connect_s: float = CONNECT_SECONDS,
     ) -> None:
-        """Sends the request; on a new connection if `fresh`. Raises UnavailableError; BrokenError where a retry may help."""
+        """Sends the request; on a new connection if `fresh`, made within `connect_s` seconds if it has to be.
+
+        Raises UnavailableError; BrokenError where a retry may help.
+        """
         self.pool = pool
         self._patience = patience
         self._method, self._what = method, path
@@ -41,31 +45,35 @@ class Exchange:
         self._left: int | None = None
         self.looked: float | None = None
         """When somebody began to wait for the answer."""
-        self.last_progress = patience.clock()
-        """When the request was sent, or the last byte came: from here on time is lost, if no more comes."""
-        self.wire = pool.take(patience, fresh=fresh)
+        self.wire = pool.take(patience, fresh=fresh, within_s=connect_s)
         try:
             self._send()
+        except BrokenError:
+            if not self.wire.was_stale:
+                self.wire.close()
+                raise
+            self._send_again()
         except BaseException:
             self.wire.close()
             raise
 
     def _send(self) -> None:
-        try:
-            self.wire.write_all(self._request)
-        except BrokenError:
-            if not self.wire.used:
-                raise
-            self._renew()
-        self.sent = self.last_progress = self._patience.clock()
+        self.wire.write_all(self._request)
+        self.sent = self._patience.clock()
         self.due = self.wire.due = self.sent + self._patience.silence()
         """When the answer's head must be there."""
+        self.seen = self.pool.meters[-1].total_bytes
+        """Bytes that had come by then, from here and where else the group reads."""
 
-    def _renew(self) -> None:
-        """The peer had closed an idle connection just before we used it (RFC 9112 section 9.3.1): that is no failure."""
+    def _send_again(self) -> None:
+        """On a new connection, since the old one was stale."""
         self.wire.close()
         self.wire = self.pool.take(self._patience, fresh=True)
-        self.wire.write_all(self._request)
+        try:
+            self._send()
+        except BaseException:
+            self.wire.close()
+            raise
 
     # -- the answer's head --------------------------------------------------------------------------------------------------
 
@@ -76,12 +84,11 @@ class Exchange:
             try:
                 self._response = self._parse()
             except BrokenError:
-                if not self.wire.used or self.wire.has_spoken:
+                if not self.wire.was_stale:
                     raise
-                self._renew()
-                self.wire.due = self._patience.clock() + self._patience.silence()
+                self._send_again()
                 self._response = self._parse()
-            self.last_progress = now = self._patience.clock()
+            now = self._patience.clock()
             if now - (self.looked or now) > _WAITED_SHARE * (now - self.sent):
                 self.pool.link.answered(now - self.sent)
             self._left = self._response.length
@@ -137,7 +144,6 @@ class Exchange:
         if not count:
             raise BrokenError(f"{self.pool.url} ended its answer {self._left:,} bytes early")
         self._left = (self._left or 0) - count
-        self.last_progress = self._patience.clock()
         return count
 
     def read_all(self, limit: int) -> bytes:
@@ -166,10 +172,6 @@ class Exchange:
             raise self._too_large(limit)
         self._left = 0
         return data
-
-    def abort(self) -> None:
-        """Ends it in whatever thread waits for it."""
-        self.wire.abort()
 
     def close(self) -> None:
         """Returns the connection if it can be used again; may be called twice."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from kvcdn.client.connections import CONNECT_SECONDS
 from kvcdn.client.edges import Edge, EdgeGroup
 from kvcdn.client.exchange import Exchange, unexpected
 from kvcdn.client.patience import Patience
@@ -70,20 +71,22 @@ class Transfer:
     def await_head(self) -> None:
         """Returns when the size of the object is known. Raises UnavailableError or NotFoundError."""
         while self._end is None:
+            began = self._patience.clock()
             try:
                 self._body()
             except UnavailableError as error:
-                self._recover(error)
+                self._recover(error, began)
 
     def read_into(self, view: memoryview) -> int:
         """Fills `view`; the count is less only where the span or the object ends. Raises UnavailableError or NotFoundError."""
         done = 0
         while done < len(view) and not self.complete:
+            began = self._patience.clock()
             try:
                 body = self._body()
                 count = 0 if self.complete else body.receive(view[done:])
             except UnavailableError as error:
-                self._recover(error)
+                self._recover(error, began)
                 continue
             done += count
             self._position += count
@@ -99,19 +102,21 @@ class Transfer:
 
     def _ask(self) -> None:
         """Sends the request for what is left. What fails is dealt with at the next read: others had better be asked first."""
-        self._edge, self._asked, self._asked_from = self._tries.edge(), self._patience.clock(), self._position
+        self._edge, self._asked, self._asked_from = self._tries.edge, self._patience.clock(), self._position
         self._accepted = False
         try:
-            self._exchange = self._send(self._edge, fresh=False)
+            self._exchange = self._send(self._edge)
         except UnavailableError as error:
+            self._patience.budget.lose(self._asked)
             self._trouble = error
 
-    def _send(self, edge: Edge, *, fresh: bool) -> Exchange:
+    def _send(self, edge: Edge, *, fresh: bool = False, connect_s: float = CONNECT_SECONDS) -> Exchange:
         headers = {}
         if self._position or self._stop is not None:
             headers["Range"] = f"bytes={self._position}-{'' if self._stop is None else self._stop - 1}"
         edge.health.asked()
-        return Exchange(edge.pool, self._patience, "GET", f"/{self._key}", headers=headers, fresh=fresh)
+        path = f"/{self._key}"
+        return Exchange(edge.pool, self._patience, "GET", path, headers=headers, fresh=fresh, connect_s=connect_s)
 
     def _body(self) -> Exchange:
         """The exchange whose body goes on at our position. Raises UnavailableError or NotFoundError."""
@@ -128,11 +133,11 @@ class Transfer:
             self._exchange.wire.choice = self._group.has_choice(self._edge)
         return self._exchange
 
-    def _recover(self, error: UnavailableError) -> None:
-        """Lets go of what failed and asks for the rest, where that is right. Raises `error` where it is final."""
-        since = self._asked
-        if self._exchange is not None:
-            since = self._exchange.last_progress
+    def _recover(self, error: UnavailableError, since: float) -> None:
+        """Lets go of what failed and asks for the rest, where that is right. Raises `error` where it is final.
+
+        The last wait, in vain, began at `since`: what a reader did before it is no time lost.
+        """
         if self._position - self._asked_from >= PROGRESS_BYTES:
             self._tries.got_on()
         self.close()

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvcdn.client.connections import CONNECT_SECONDS
 from kvcdn.client.edges import Edge, EdgeGroup
 from kvcdn.client.exchange import Exchange, unexpected
 from kvcdn.client.link import LinkEstimate
@@ -127,15 +128,15 @@ class _EdgeSession:
     def _ask(self, method: str, path: str, key: str, use: Callable[[Exchange], _Found], body: bytes | None = None) -> _Found:
         """What `use` makes of the answer to a small request, tried again while that may help."""
 
-        def send(edge: Edge, *, fresh: bool) -> Exchange:
+        def send(edge: Edge, *, fresh: bool = False, connect_s: float = CONNECT_SECONDS) -> Exchange:
             edge.health.asked()
-            return Exchange(edge.pool, self._patience, method, path, body=body, fresh=fresh)
+            return Exchange(edge.pool, self._patience, method, path, body=body, fresh=fresh, connect_s=connect_s)
 
         tries = Tries(self._group, self._patience, key)
         while True:
-            edge, asked = tries.edge(), self._patience.clock()
+            edge, asked = tries.edge, self._patience.clock()
             try:
-                exchange = self._group.answered(send(edge, fresh=False), key, self._patience, send)
+                exchange = self._group.answered(send(edge), key, self._patience, send)
                 edge = self._group.edge_of(exchange)
                 with exchange:
                     found = use(exchange)

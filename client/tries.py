@@ -23,10 +23,13 @@ class Tries:
         self._candidates = list(group.ranked(key))
         self._tried: set[str] = set()
         self._round = 1
+        self.edge = self._untried()[0]
+        """The one to ask now."""
 
-    def edge(self) -> Edge:
-        """The edge to ask now."""
-        return next(edge for edge in self._candidates if edge.url not in self._tried)
+    def _untried(self) -> list[Edge]:
+        """Edges that have not failed it in this round, without those that fail everybody, as long as there are others."""
+        usable = [edge for edge in self._candidates if not edge.health.out_for] or self._candidates
+        return [edge for edge in usable if edge.url not in self._tried]
 
     def got_on(self) -> None:
         """What failed before is forgotten: bytes have come since."""
@@ -34,29 +37,27 @@ class Tries:
         self._round = 1
 
     def failed(self, edge: Edge, error: UnavailableError, asked: float, since: float) -> None:
-        """`edge`, asked at a time, failed; nothing came since another. Returns, after a pause, where to try again is right.
+        """`edge`, asked at a time, failed, and the time since another was in vain.
 
-        Raises `error` where it is not.
+        Returns, after a pause, where to try again is right; raises `error` where it is not.
         """
-        alone = len(self._group.edges) == 1
-        self._patience.budget.lose(since)
         if not isinstance(error, BrokenError):
             raise error
+        alone = len(self._group.edges) == 1
+        self._patience.budget.lose(min(since, self._patience.clock() - error.waited_s))
         if not (error.elsewhere and alone):
             edge.health.failed(asked, error.retry_after)
         if error.elsewhere:
             self._candidates = [other for other in self._candidates if other is not edge]
         self._tried.add(edge.url)
-        fresh = [other for other in self._candidates if other.url not in self._tried and not other.health.out_for]
         pause = 0.0
-        if not fresh:
+        if not self._untried():
             self._tried.clear()
             pause = max(jittered(self._round), error.retry_after)
             self._round += 1
-        else:
-            self._tried |= {other.url for other in self._candidates if other not in fresh}
         over = not self._candidates or self._round > TRIES or pause >= self._patience.left()
         if over or not self._patience.budget.may_retry(pause):
             raise error
         if pause:
             self._patience.pause(pause)
+        self.edge = self._untried()[0]

@@ -14,7 +14,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 from kvcdn.client.patience import SLOWEST_BYTES_PER_SECOND, STOPPED, Patience, StoppedError
 from kvcdn.errors import UnavailableError
@@ -26,11 +26,17 @@ HEAD_BUFFER_BYTES = 8192
 class BrokenError(UnavailableError):
     """A connection failed, or an edge said that it cannot just now. Another try may do better."""
 
-    def __init__(self, message: str, *, hint: str = "", elsewhere: bool = False, retry_after: float = 0.0) -> None:
-        """`elsewhere` where only another edge may do better; `retry_after` seconds were asked for by this one."""
+    def __init__(
+        self, message: str, *, hint: str = "", elsewhere: bool = False, retry_after: float = 0.0, waited_s: float = 0.0
+    ) -> None:
+        """`elsewhere` where only another edge may do better; `retry_after` seconds were asked for by this one.
+
+        `waited_s` seconds were spent on what led to it, if more than on the last wait.
+        """
         super().__init__(message, hint=hint)
         self.elsewhere = elsewhere
         self.retry_after = retry_after
+        self.waited_s = waited_s
 
 
 _NOBODY = Patience.of_prompt()
@@ -38,7 +44,7 @@ _NOBODY = Patience.of_prompt()
 
 
 class Wire(io.RawIOBase):
-    """A socket, TLS or not. One thread at a time connects, reads and writes; any may `abort`."""
+    """A socket, TLS or not. One thread at a time connects, reads and writes; any may end that through its patience."""
 
     def __init__(self, family: int, name: str, progress: Callable[[], int]) -> None:
         """`name` is whom it leads to, for errors; `progress` counts the bytes that have come from there, on all wires."""
@@ -48,6 +54,7 @@ class Wire(io.RawIOBase):
         self._progress = progress
         self._poll = select.poll()
         self._patience = _NOBODY
+        self._loan = _Loan(self)
         self._lock = threading.Lock()
         self._aborted = self._closed = self._only_looking = False
         self._waited, self._mark = 0.0, 0
@@ -56,7 +63,7 @@ class Wire(io.RawIOBase):
         self.at_end = False
         """Whether the peer has said its last."""
         self.has_spoken = False
-        """Whether anything, be it the end, has come since it was lent."""
+        """Whether anything has come since it was lent."""
         self.due: float | None = None
         """When, by the patience's clock, the next step must be done: a connection made, an answer's head received."""
         self.choice = False
@@ -68,12 +75,14 @@ class Wire(io.RawIOBase):
         self._patience = patience
         self._waited, self._mark = 0.0, self._progress()
         self.choice = self.has_spoken = False
-        patience.watch(self)
+        self._loan = _Loan(self)
+        patience.watch(self._loan)
 
     def release(self) -> None:
         """It serves nobody for the time being."""
-        self._patience.forget(self)
-        self._patience, self.due = _NOBODY, None
+        with self._lock:
+            self._patience.forget(self._loan)
+            self._patience, self._loan, self.due = _NOBODY, _Loan(self), None
 
     # -- beginning and end ------------------------------------------------------------------------------------------------
 
@@ -100,19 +109,20 @@ class Wire(io.RawIOBase):
             except ssl.SSLWantWriteError:
                 self._wait(select.POLLOUT)
 
-    def abort(self) -> None:
-        """Ends a wait in another thread, and all later ones."""
+    def abort(self, loan: _Loan) -> None:
+        """Ends a wait in another thread, and all later ones; nothing where it serves another prompt by now."""
         with self._lock:
+            if loan is not self._loan or self._closed:
+                return
             self._aborted = True
-            if not self._closed:
-                with suppress(OSError):
-                    # An SSLSocket's own shutdown forgets the encryption, under the feet of the thread that reads.
-                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+            with suppress(OSError):
+                # An SSLSocket's own shutdown forgets the encryption, under the feet of the thread that reads.
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """For good; may be called twice."""
-        self._patience.forget(self)
         with self._lock:
+            self._patience.forget(self._loan)
             self._closed = True
             self._sock.close()
         super().close()
@@ -147,7 +157,7 @@ class Wire(io.RawIOBase):
                 # Also where nothing is waited for: a head may be without end.
                 if self.due is not None and self._patience.clock() > self.due:
                     raise BrokenError(f"{self._name} gives no answer in time")
-                self.at_end, self.has_spoken = count == 0, True
+                self.at_end, self.has_spoken = count == 0, self.has_spoken or count > 0
                 return count
 
     def write_all(self, data: bytes) -> None:
@@ -173,8 +183,14 @@ class Wire(io.RawIOBase):
         finally:
             self._only_looking = False
 
-    def _raise(self, error: OSError) -> None:
+    @property
+    def was_stale(self) -> bool:
+        """Whether the peer had closed it while it was idle (RFC 9112 section 9.3.1): that is no failure of a request."""
+        return self.used and self.at_end and not self.has_spoken
+
+    def _raise(self, error: OSError) -> NoReturn:
         self._check_abort()
+        self.at_end = True
         raise BrokenError(f"{self._name} broke off: {error.strerror or type(error).__name__}") from None
 
     # -- waiting ----------------------------------------------------------------------------------------------------------
@@ -200,12 +216,23 @@ class Wire(io.RawIOBase):
         if self._waited >= self._patience.stall_seconds(choice=self.choice):
             now = self._progress()
             if now - self._mark < SLOWEST_BYTES_PER_SECOND * self._waited:
-                raise BrokenError(f"{self._name} is too slow: {now - self._mark:,} bytes in {self._waited:.1f} s")
+                said = f"{self._name} is too slow: {now - self._mark:,} bytes in {self._waited:.1f} s"
+                raise BrokenError(said, waited_s=self._waited)
             self._waited, self._mark = 0.0, now
 
     def _check_abort(self) -> None:
         if self._aborted:
             raise StoppedError(STOPPED)
+
+
+class _Loan:
+    """A wire as far as one prompt has it: what is aborted is this prompt's use, not the next one's."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def abort(self) -> None:
+        self._wire.abort(self)
 
 
 class _File(io.BufferedReader):

@@ -23,7 +23,7 @@ from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
-from support.faults import Fault, faulty_link
+from support.faults import Fault, deaf_port, faulty_link
 from support.scripted import right_answer, scripted
 from support.web import running_web
 
@@ -432,17 +432,18 @@ def test_with_one_edge_a_second_connection_may_overtake_the_first(quick_hedges):
         source.close()
 
 
-@pytest.mark.parametrize("second", ["refuses", "answers an error", "breaks off"])
-def test_a_second_request_that_fails_harms_nothing(quick_hedges, second):
+@pytest.mark.parametrize("second", ["refuses", "swallows packets", "answers an error", "breaks off"])
+def test_a_second_request_that_fails_harms_nothing(quick_hedges, monkeypatch, second):
     """The first answers after all."""
+    monkeypatch.setattr(edges_module, "HEDGE_CONNECT_SECONDS", 0.1)
     wrong = {"answers an error": BUSY, "breaks off": b"HTTP/1."}
 
     def answer(number, head, client):
-        client.sendall(wrong[second])
+        client.sendall(wrong.get(second, b""))
         return False
 
-    with scripted(late(0.3)) as slow, scripted(answer) as other:
-        url = "http://127.0.0.1:9" if second == "refuses" else other.url
+    with scripted(late(0.3)) as slow, scripted(answer) as other, deaf_port() as deaf:
+        url = {"refuses": "http://127.0.0.1:9", "swallows packets": f"http://127.0.0.1:{deaf}"}.get(second, other.url)
         source = EdgesSource([slow.url, url])
         near_and_far(source)
         assert DATA == read_all(source)

@@ -18,7 +18,7 @@ from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.stores.memory import MemoryStore
 from support.edge_process import edge_in_thread
-from support.faults import HOST, Fault, faulty_link
+from support.faults import HOST, Fault, deaf_port, faulty_link
 from support.scripted import asked_range, right_answer, scripted
 from support.web import running_web
 
@@ -462,24 +462,6 @@ def silent_after(count):
     return answer
 
 
-@contextlib.contextmanager
-def deaf_port():
-    """A port whose connections are neither accepted nor refused: its queue is full."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        listener.listen(0)
-        waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(listener.getsockname())
-        time.sleep(0.05)
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            for one in waiting:
-                one.close()
-
-
 @pytest.mark.parametrize("who", ["reader", "session"])
 @pytest.mark.parametrize("stage", ["head", "body"])
 @pytest.mark.parametrize("ranged", [False, True])
@@ -525,9 +507,8 @@ def test_a_limit_ends_everything(stage):
             session.match(ModelTag(bytes(16)), [Digest(bytes(32))])
 
 
-def test_a_sick_edge_delays_a_prompt_by_a_bounded_time(monkeypatch):
+def test_a_sick_edge_delays_a_prompt_by_a_bounded_time():
     """However many objects are asked of it: what is lost is counted for all of them together."""
-    monkeypatch.setattr(patience, "SICK_SECONDS", 0.5)
     clock = time.monotonic
     budget = patience.Patience.of_prompt(stall_s=0.2, sick_s=0.5)
     with scripted(silent_after(0)) as server:
@@ -543,6 +524,33 @@ def test_a_sick_edge_delays_a_prompt_by_a_bounded_time(monkeypatch):
             reader.close()
         assert clock() - began < 5
     assert budget.budget.sick_left() < 0.1
+
+
+def test_what_a_reader_does_between_two_reads_is_no_time_lost(store):
+    """A link that breaks while the reader decodes has cost nothing yet."""
+    with running_web(store) as web, faulty_link(web.port) as link:
+        link.inject(Fault(pass_bytes=500_000))
+        session = edge(link.url).session()
+        reader = session.open(KEY, ranged=False)
+        reader.read_exact(1000)
+        time.sleep(0.5)
+        reader.read_exact(len(DATA) - 1000)
+        reader.close()
+        assert session._patience.budget.sick_left() > patience.SICK_SECONDS - 0.4
+
+
+def test_a_prompt_that_is_stopped_does_not_stop_the_next_one(store):
+    """Its connection serves another by then."""
+    with running_web(store) as web, contextlib.closing(edge(web.url)) as source:
+        first = source.session().open(KEY, ranged=False)
+        loan = first._transfer._exchange.wire._loan
+        first.read_exact(len(DATA))
+        first.close()
+        second = source.session().open(KEY, ranged=False)
+        assert second._transfer._exchange.wire is loan._wire
+        loan.abort()
+        assert DATA == bytes(second.read_exact(len(DATA)))
+        second.close()
 
 
 def test_retries_are_at_most_a_share_of_the_requests():

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
@@ -79,6 +80,24 @@ def faulty_link(target_port: int) -> Iterator[FaultyLink]:
             sockets.closing = True
             listener.shutdown(socket.SHUT_RDWR)
             accepting.join()
+
+
+@contextlib.contextmanager
+def deaf_port() -> Iterator[int]:
+    """A port whose connections are neither accepted nor refused: its queue is full."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+        time.sleep(0.05)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            for one in waiting:
+                one.close()
 
 
 class _Sockets:

@@ -1,85 +1,15 @@
-"""Certificates made on the spot: an authority, what it signs, and a TLS front before a plain server."""
+"""A TLS front before a plain server, for tests."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
-import ipaddress
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from support.faults import HOST, PIECE_BYTES
-
-
-@dataclass(frozen=True)
-class Authority:
-    """A certificate authority in a folder."""
-
-    folder: Path
-    key: ec.EllipticCurvePrivateKey
-    certificate: x509.Certificate
-
-    @property
-    def file(self) -> Path:
-        """Its certificate, as `ca_file` and SSL_CERT_FILE take it."""
-        return self.folder / "ca.pem"
-
-    def server_context(self, name: str = HOST, *, days: int = 1) -> ssl.SSLContext:
-        """For a server called `name`; expired where `days` is negative."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        names = [x509.IPAddress(ipaddress.ip_address(name))] if name[0].isdigit() else [x509.DNSName(name)]
-        certificate = _certificate(name, key.public_key(), self.certificate.subject, self.key, names, days)
-        file = self.folder / f"{name}{days}.pem"
-        file.write_bytes(
-            certificate.public_bytes(serialization.Encoding.PEM)
-            + key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        )
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(file)
-        return context
-
-
-def make_authority(folder: Path) -> Authority:
-    """A new one, in `folder`."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvcdn test authority")])
-    certificate = _certificate("kvcdn test authority", key.public_key(), name, key, None, 1)
-    authority = Authority(folder, key, certificate)
-    authority.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    return authority
-
-
-def _certificate(
-    name: str,
-    key: ec.EllipticCurvePublicKey,
-    issuer: x509.Name,
-    signer: ec.EllipticCurvePrivateKey,
-    names: list[x509.GeneralName] | None,
-    days: int,
-) -> x509.Certificate:
-    now = dt.datetime.now(dt.UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=2))
-        .not_valid_after(now + dt.timedelta(days=days))
-        .add_extension(x509.BasicConstraints(ca=names is None, path_length=None), critical=True)
-    )
-    if names is not None:
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    return builder.sign(signer, hashes.SHA256())
 
 
 @dataclass
@@ -87,8 +17,8 @@ class Front:
     """A running TLS front."""
 
     port: int
-    failures: int = 0
-    """Handshakes that failed."""
+    handshakes: int = 0
+    """Begun, well ended or not."""
 
 
 @contextlib.contextmanager
@@ -122,11 +52,8 @@ def _front(front: Front, client: socket.socket, target_port: int, context: ssl.S
     """One connection: a request, its answer, and so on, as HTTP has it; so one thread is enough."""
     client.settimeout(5)
     with client, contextlib.suppress(OSError):
-        try:
-            secured = context.wrap_socket(client, server_side=True)
-        except OSError:
-            front.failures += 1
-            return
+        front.handshakes += 1
+        secured = context.wrap_socket(client, server_side=True)
         with secured, socket.create_connection((HOST, target_port), 5) as server:
             answers = threading.Thread(target=_copy, args=(server, secured), daemon=True)
             answers.start()
