@@ -211,7 +211,7 @@ class Attempt:
         if self.fetch is None:
             return True
         self.fetch.wait_layer(0)
-        return self._supply.gate.open_for({header.publisher for header in self.fetch.headers.values()})
+        return self._supply.gate.open_for(self.fetch.headers)
 
     def admitted_cache(self, *, audit: bool) -> Cache | None:
         """As `complete_cache`, once it has passed the gate; None where it does not, and the report says why."""

@@ -21,13 +21,12 @@ from kvcdn.signing import PublicKey
 
 
 def auditable(loaded: LoadedModel, layers: Sequence[Any], headers: Headers) -> list[BlockHeader]:
-    """The blocks, in order, that can be recomputed from what `layers` hold: all exact ones where no layer has a window.
+    """The blocks, in order, that can be recomputed from what `layers` hold: all of them where no layer has a window.
 
-    Lossy blocks differ from what is recomputed; what is wrong with them is for `verify` to say, which measures.
+    Lossy blocks are as well, but for them a wider tolerance counts (`compare_span`).
     """
     specs = loaded.identity.layout.layers
-    exact = [header for _, header in sorted(headers.items()) if header.certificate is None]
-    return [header for header in exact if earliest_start(layers, header.start, specs) == header.start]
+    return [header for _, header in sorted(headers.items()) if earliest_start(layers, header.start, specs) == header.start]
 
 
 def choose_blocks(blocks: Sequence[BlockHeader], count: int) -> list[BlockHeader]:
@@ -39,7 +38,7 @@ def choose_blocks(blocks: Sequence[BlockHeader], count: int) -> list[BlockHeader
 def audit_block(loaded: LoadedModel, layers: Sequence[Any], header: BlockHeader, token_ids: Sequence[int]) -> Audited:
     """Recomputes the block of `header` in one pass, as its publisher did, and compares every row that `layers` hold of it."""
     span = Span(header.start, header.start + header.tokens)
-    found = compare_span(loaded, layers, token_ids, span)
+    found = compare_span(loaded, layers, token_ids, span, header.precision)
     return Audited(
         block=str(header.address),
         start=header.start,

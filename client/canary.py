@@ -33,6 +33,14 @@ TAIL_TOKENS = 8
 Headers = Mapping[int, BlockHeader]
 """Of the blocks that were fetched, by index in the prefix."""
 
+Maker = tuple[PublicKey, str]
+"""Who made a block, and in which precision: what a lossy one is allowed to be off says nothing of exact ones."""
+
+
+def makers(headers: Headers) -> set[Maker]:
+    """Who made the blocks of `headers`."""
+    return {(header.publisher, header.precision) for header in headers.values()}
+
 
 class Canary:
     """What is known of one model in memory and its publishers. Thread-safe as far as the model is."""
@@ -42,9 +50,9 @@ class Canary:
         self._passed: set[str] = set()
         self._failed: dict[tuple[Digest, PublicKey], str] = {}
 
-    def due(self, publishers: set[PublicKey]) -> bool:
-        """Whether caches of any of `publishers` have not been tried with this model as it is now."""
-        return not all(self._known(key) for key in self._keys(publishers))
+    def due(self, by: set[Maker]) -> bool:
+        """Whether caches of any of these makers have not been tried with this model as it is now."""
+        return not all(self._known(key) for key in self._keys(by))
 
     def failures(self) -> dict[PublicKey, str]:
         """Publishers whose caches were not this model's as it is now, each with what was found."""
@@ -60,7 +68,7 @@ class Canary:
         """
         checked = False
         for header, span in self._spans(layers, headers, length):
-            found = compare_span(self._loaded, layers, token_ids, span)
+            found = compare_span(self._loaded, layers, token_ids, span, header.precision)
             if found.excess:
                 reason = f"{span} are not what this model computes from this text ({found.excess})"
                 self._failed[sample_weights(self._loaded.model), header.publisher] = reason
@@ -70,28 +78,28 @@ class Canary:
                 )
             checked = True
         if checked:
-            self.vouch({header.publisher for header in headers.values()})
+            self.vouch(makers(headers))
 
-    def vouch(self, publishers: set[PublicKey]) -> None:
-        """Remembers that caches of `publishers` are this model's as it is now."""
-        for key in self._keys(publishers):
+    def vouch(self, by: set[Maker]) -> None:
+        """Remembers that caches of these makers are this model's as it is now."""
+        for key in self._keys(by):
             self._passed.add(key)
             Remembered("canary").put(key, True)
 
     def _spans(self, layers: Sequence[Any], headers: Headers, length: int) -> Iterator[tuple[BlockHeader, Span]]:
         """What to recompute: the head of each publisher's first block, and the tail of the prefix."""
         specs = self._loaded.identity.layout.layers
-        seen: set[PublicKey] = set()
+        seen: set[Maker] = set()
         end = 0
         for _, header in sorted(headers.items()):
-            if header.publisher not in seen and header.start < length:
+            if (header.publisher, header.precision) not in seen and header.start < length:
                 start = earliest_start(layers, header.start, specs)
                 last = min(header.start + header.tokens, length)
                 if header.certificate is not None:
                     # Lossy, but for its first tokens (FORMAT.md 2.5): what is behind them cannot be told from loss.
                     last = min(last, EXACT_TOKENS) if start == 0 else 0
                 if start is not None and start < last:
-                    seen.add(header.publisher)
+                    seen.add((header.publisher, header.precision))
                     end = min(start + HEAD_TOKENS, last)
                     yield header, Span(start, end)
         tail = headers[max(headers)] if headers else None
@@ -106,8 +114,8 @@ class Canary:
             self._passed.add(key)
         return key in self._passed
 
-    def _keys(self, publishers: set[PublicKey]) -> list[str]:
-        """What is remembered of each publisher hangs on the model, its weights as they are, and the software."""
+    def _keys(self, by: set[Maker]) -> list[str]:
+        """What is remembered of each maker hangs on the model, its weights as they are, and the software."""
         producer = json.dumps(asdict(self._loaded.producer), sort_keys=True)
         stack = f"{self._loaded.identity.tag} {sample_weights(self._loaded.model)} kvcdn={__version__} {producer}"
-        return [f"{publisher} {stack}" for publisher in publishers]
+        return [f"{publisher} {precision} {stack}" for publisher, precision in by]

@@ -18,9 +18,13 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
+from kvcdn.client import samples
 from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.attempt import Attempt
+from kvcdn.client.batch import Row, run_batch
+from kvcdn.client.conversation import Conversation
 from kvcdn.client.explain import Explainer
 from kvcdn.client.explanation import Explanation
 from kvcdn.client.gate import Gate
@@ -28,11 +32,11 @@ from kvcdn.client.generation import Generation
 from kvcdn.client.guard import mark, watch
 from kvcdn.client.local import LocalPrefixes
 from kvcdn.client.plan import Aim, Prices
+from kvcdn.client.prefix import Prefix, common_length
 from kvcdn.client.report import Report
-from kvcdn.client.samples import Conversation
 from kvcdn.client.shelf import Shelf
 from kvcdn.client.sources import open_source
-from kvcdn.client.streaming import AnswerStream, PieceStreamer, Stop
+from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.client.supply import Supply
 from kvcdn.client.surroundings import look_around
 from kvcdn.client.tensors import read_prompts
@@ -154,6 +158,19 @@ class Client:
             return encode_text(self.tokenizer, text, [len(document)])
         return encode_chat(self.tokenizer, [*document, {"role": "user", "content": question}], answer_follows=True)
 
+    def opening(self, document: PromptLike) -> Prompt:
+        """The tokens of `document` as prompts about it begin: what `question` has before the question."""
+        if isinstance(document, str):
+            prompt = self.question(document, "")
+            return Prompt(prompt.token_ids[: min(prompt.boundaries)], prompt.boundaries[:1])
+        if isinstance(document, Prompt | Mapping):
+            prompt = self.encode(document)
+            return Prompt(prompt.token_ids, (*prompt.boundaries, len(prompt.token_ids)))
+        prompt = self.question(document, "")
+        own = encode_chat(self.tokenizer, document, answer_follows=False).token_ids
+        end = common_length(prompt.token_ids, own)
+        return Prompt(prompt.token_ids[:end], prompt.boundaries)
+
     def encode(self, prompt: PromptLike) -> Prompt:
         """Tokenises a prompt as `generate` does. Raises UsageError for tensors whose mask or positions say something else."""
         if isinstance(prompt, Prompt):
@@ -170,7 +187,7 @@ class Client:
     def explain(self, prompt: str | Messages) -> Explanation:
         """Says at which token `prompt` leaves what is published, and why. Raises KvcdnError for what cannot be tokenised."""
         identity = self.current().identity
-        content = prompt if isinstance(prompt, str) else Conversation(tuple(prompt))
+        content = prompt if isinstance(prompt, str) else samples.Conversation(tuple(prompt))
         view = View(content, self.tokenizer, identity, self.namespace, answer_follows=True)
         shelf = Shelf(self.source)
         return Explainer(shelf, self._supply.gate.trust, look_around(identity, shelf)).explain(view)
@@ -188,17 +205,10 @@ class Client:
         return self._stream(self.question(document, question), started, options)
 
     def _stream(self, prompt: Prompt, started: float, options: dict[str, Any]) -> AnswerStream:
-        if "streamer" in options:
-            raise UsageError("stream() is a streamer already", hint="use generate() with a streamer of your own")
         plain = dict(options)
         self._aim.changed_by(plain)
         Generation(self.model, self.tokenizer, prompt, plain)  # what cannot be is told here, and not in the thread
-
-        def run(streamer: PieceStreamer, stop: Stop) -> Answer:
-            criteria = [*options.get("stopping_criteria", ()), stop]
-            return self._generate(prompt, started, {**options, "streamer": streamer, "stopping_criteria": criteria})
-
-        return AnswerStream(self.tokenizer, run)
+        return stream_answer(self.tokenizer, options, lambda streamed: self._generate(prompt, started, streamed))
 
     def ask(self, document: str | Messages, question: str, **options: Any) -> Answer:
         """Answers `question` on `document`; `options` as for `generate`."""
@@ -215,6 +225,27 @@ class Client:
         started = time.perf_counter()
         return self._generate(self.encode(prompt), started, options)
 
+    # -- several on one cache -----------------------------------------------------------------------------------------------
+
+    def prefix(self, document: PromptLike) -> Prefix:
+        """Loads the cache of `document` once, or computes it where it cannot be loaded, for any number of questions."""
+        return Prefix(self, document)
+
+    def conversation(self, opening: str | Messages = ()) -> Conversation:
+        """A chat that goes on: each turn reads only what is new. `opening` are its first messages, or its system message."""
+        return Conversation(self, opening)
+
+    def generate_batch(self, prompts: Sequence[PromptLike], **options: Any) -> list[Answer]:
+        """As `generate` for each of `prompts`, in one run of the model. Raises UsageError as `run_batch`."""
+        started = time.perf_counter()
+        rows = []
+        for prompt in [self.encode(prompt) for prompt in prompts]:
+            report, cache = self.load_cache(prompt, started)
+            rows.append(Row(prompt, cache, report))
+        return run_batch(self, rows, started, options)
+
+    # -- the way of one prompt ----------------------------------------------------------------------------------------------
+
     def prepare(self, prompt: PromptLike, **wishes: Any) -> Prepared:
         """Inputs for your own call of `model.generate`, complete and verified when this returns.
 
@@ -226,12 +257,20 @@ class Client:
         if wishes:
             raise UsageError(f"prepare() takes no {min(wishes)}", hint="mode, deadline, prefer and prices")
         generation = Generation(self.model, self.tokenizer, self.encode(prompt), {})
-        report, attempt = self._attempt(generation.prompt, started, aim)
-        cache = None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
+        report, cache = self.load_cache(generation.prompt, started, aim)
         if cache is not None:
             mark(cache, generation.prompt.token_ids)
-            self._guard = self._guard or watch(self.model)
+            self.guard()
         return generation.inputs(cache, report)
+
+    def load_cache(self, prompt: Prompt, started: float, aim: Aim | None = None) -> tuple[Report, Cache | None]:
+        """The complete cache of `prompt`'s longest published prefix, checked, and the report of a prompt begun at `started`."""
+        report, attempt = self._attempt(prompt, started, aim or self._aim)
+        return report, None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
+
+    def guard(self) -> None:
+        """Compares passes beside marked caches with their prompts until the client is closed."""
+        self._guard = self._guard or watch(self.model)
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
         aim = self._aim.changed_by(options)

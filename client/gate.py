@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcdn.client.audit import audit_block, auditable, choose_blocks, find_culprit, poison, reason_of
-from kvcdn.client.canary import Canary, Headers
+from kvcdn.client.canary import Canary, Headers, makers
 from kvcdn.client.report import Audited, Report
 from kvcdn.errors import MismatchError
 from kvcdn.keyring import load_distrust
@@ -38,9 +38,9 @@ class Gate:
         """Whether the next prompt is to be audited."""
         return self._audit > 0 and random.SystemRandom().random() < self._audit
 
-    def open_for(self, publishers: set[PublicKey]) -> bool:
-        """Whether caches of `publishers` need no canary any more."""
-        return not self._canary.due(publishers)
+    def open_for(self, headers: Headers) -> bool:
+        """Whether the caches of which these are blocks need no canary any more."""
+        return not self._canary.due(makers(headers))
 
     def admit(
         self,
@@ -54,7 +54,7 @@ class Gate:
     ) -> None:
         """Checks a complete cache of the first `length` tokens. Raises MismatchError; then nothing of it may be used."""
         started = time.perf_counter()
-        if self._canary.due({header.publisher for header in headers.values()}):
+        if not self.open_for(headers):
             self._canary.check(layers, headers, token_ids, length)
             report.seconds["canary"] = time.perf_counter() - started
         if audit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,11 +64,19 @@ class Generation:
 
     def answer(self, output: torch.Tensor, report: Report) -> Answer:
         """What generate() wrote behind the prompt."""
-        rows = [tuple(row) for row in output[:, len(self.prompt.token_ids) :].tolist()]
+        first, *others = self._continuations(output[:, len(self.prompt.token_ids) :])
+        return Answer(first.text, first.token_ids, report, tuple(others))
+
+    def answers(self, written: torch.Tensor, reports: Sequence[Report]) -> list[Answer]:
+        """What generate() wrote behind each row's prompt, [rows, tokens]."""
+        continuations = self._continuations(written)
+        return [Answer(one.text, one.token_ids, report) for one, report in zip(continuations, reports, strict=True)]
+
+    def _continuations(self, written: torch.Tensor) -> list[Continuation]:
+        rows = [tuple(row) for row in written.tolist()]
         if len(rows) > 1:
             rows = [self._trimmed(row) for row in rows]
-        first, *others = [Continuation(self._tokenizer.decode(row, skip_special_tokens=True), row) for row in rows]
-        return Answer(first.text, first.token_ids, report, tuple(others))
+        return [Continuation(self._tokenizer.decode(row, skip_special_tokens=True), row) for row in rows]
 
     def _trimmed(self, row: tuple[int, ...]) -> tuple[int, ...]:
         """Up to the end of the sequence; behind it are only fillers, so that all rows are of one length."""

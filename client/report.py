@@ -75,7 +75,8 @@ class Report:
     offered. `plan` says which way was chosen and why (`client.race.History`). `seconds_saved` is what prefilling those tokens
     takes on this machine, as last measured, less the time spent on having them; None where that speed is not known yet.
     `audit` says which block was recomputed, and what came of it, where one was. `tokens_local` of the reused were mapped from
-    this host's local store; `local_refused` says why that could not be looked at.
+    this host's local store; `local_refused` says why that could not be looked at. `tokens_kept` of them were in memory already,
+    in a `Prefix` or from earlier turns of a `Conversation`.
     """
 
     source: str
@@ -90,6 +91,7 @@ class Report:
     detail: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     seconds_saved: float | None = None
+    tokens_kept: int = 0
     audit: Audited | None = None
     tokens_local: int = 0
     local_refused: str = ""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 
 from kvcdn.client.answer import Answer
+from kvcdn.errors import UsageError
 
 _END: Any = object()
 
@@ -48,6 +49,20 @@ class Stop(StoppingCriteria):  # type: ignore[misc] # transformers is untyped he
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002 - the library's
         return torch.full((input_ids.shape[0],), self._asked.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+def stream_answer(
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], answer: Callable[[dict[str, Any]], Answer]
+) -> AnswerStream:
+    """The answer that `answer` gives to `options`, as a stream. Raises UsageError."""
+    if "streamer" in options:
+        raise UsageError("a stream is a streamer already", hint="use generate() with a streamer of your own")
+
+    def run(streamer: PieceStreamer, stop: Stop) -> Answer:
+        criteria = [*options.get("stopping_criteria", ()), stop]
+        return answer({**options, "streamer": streamer, "stopping_criteria": criteria})
+
+    return AnswerStream(tokenizer, run)
 
 
 class AnswerStream:

@@ -139,7 +139,7 @@ def test_an_honest_block_behind_a_forged_one_is_not_blamed(published, monkeypatc
     always(monkeypatch, 3)
     trust = TrustList.of(published.key.public, thief.key.public)
     with published.client(StoreSource(forged(thief, 1)), audit=1.0, trust=trust) as client:
-        client._supply.gate._canary.vouch({thief.key.public})
+        client._supply.gate._canary.vouch({(thief.key.public, "native")})
         report = client.generate(asked(published), **GREEDY).report
     assert (3 * BLOCK, False) == (report.audit.start, report.audit.passed)
     assert str(names_of(published)[1].address) in report.detail

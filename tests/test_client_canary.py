@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvcdn.model.load import bind_model
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
 from kvcdn.model.recompute import Span, compare_span
 from kvcdn.model.tokens import Prompt
+from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey
 from kvcdn.stores.memory import MemoryStore
 from support.published import publish_text
@@ -177,6 +179,28 @@ def test_right_models_of_every_kind_pass(tmp_path, kind):
         report = client.prepare(asked(published)).report
     assert (TOKENS, None) == (report.tokens_reused, report.reason)
     assert "canary" in report.seconds
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_lossy_precisions_are_not_taken_for_faults(published, monkeypatch, precision):
+    """Their coding is allowed for, and only theirs; K and V mixed up are seen all the same, by canary and audit."""
+    monkeypatch.undo()
+    whole = publish_text(Path(published.loaded.model.config._name_or_path), tokens=1300)
+    Publisher(whole.loaded, whole.store, whole.key).publish(whole.token_ids, precision=precision)
+    prompt = Prompt((*whole.token_ids, *QUESTION), (1300,))
+    with whole.client(vouched=False, precision=precision, audit=1.0, local_store=None) as client:
+        report = client.generate(prompt, **GREEDY).report
+        assert (1300, None, precision) == (report.tokens_reused, report.reason, report.precision)
+        assert report.audit.passed
+        assert "canary" in report.seconds
+        # What was learnt of a lossy precision says nothing of the exact one.
+        prepared = client.prepare(prompt)
+        for layer in prepared.cache.layers:
+            layer.storage[0], layer.storage[1] = layer.storage[1], layer.storage[0]
+        found = compare_span(client.loaded, prepared.cache.layers, prompt.token_ids, Span(0, 16), precision)
+        assert found.excess
+    with whole.client(vouched=False, local_store=None) as client:
+        assert "canary" in client.generate(prompt, **GREEDY).report.seconds
 
 
 def test_another_kernel_is_compared_with_measured_rounding(published):

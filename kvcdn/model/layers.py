@@ -71,6 +71,7 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
             for tensor in spec.tensors
         ]
         self.is_initialized = True
+        self._borrowed = False
         self._wait = wait
         self._show(length)
 
@@ -107,6 +108,14 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         twin.declare(0)
         return twin
 
+    def fork(self, length: int) -> Self:
+        """A layer that shows the first `length` tokens of this one's memory, and takes a copy of them before it writes."""
+        self.settle()
+        twin = copy.copy(self)
+        twin._borrowed = True  # noqa: SLF001 - of this class
+        twin.declare(length)
+        return twin
+
     def settle(self) -> None:
         """Waits until the tensors hold their bytes. Raises what the filler raised."""
         if self._wait is not None:
@@ -122,7 +131,7 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         length = self.get_seq_length()
         end = length + key_states.shape[-2]
-        if end - self.first > self.storage[0].shape[0]:
+        if self._borrowed or end - self.first > self.storage[0].shape[0]:
             self._grow(length, end + GROWTH_TOKENS)
         require_dtype(self.storage, (key_states, value_states))
         for tensor, states in zip(self.rows(length, end)[:2], (key_states, value_states), strict=True):
@@ -144,7 +153,7 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         grown = [tensor.new_empty((capacity - first, *tensor.shape[1:])) for tensor in self.storage]
         for old, new in zip(self.rows(first, length), grown, strict=True):
             new[: length - first].copy_(old)
-        self.storage, self.first = grown, first
+        self.storage, self.first, self._borrowed = grown, first, False
 
     def _first_kept(self, length: int) -> int:  # noqa: ARG002 - of use in layers with a window
         return self.first
@@ -231,7 +240,7 @@ class IndexedLayer(TokenMajorLayer, LibraryIndexedLayer):  # type: ignore[misc] 
             return super().update_indexer(indexer_key_states)  # type: ignore[no-any-return]
         length = self.indexer_keys.shape[1]
         end = length + indexer_key_states.shape[1]
-        if end > self.storage[0].shape[0]:
+        if self._borrowed or end > self.storage[0].shape[0]:
             self._grow(length, end + GROWTH_TOKENS)
             self._show(length)
         self.rows(length, end)[2].copy_(indexer_key_states.transpose(0, 1))
@@ -263,6 +272,10 @@ class EmptyLayer(LibraryDummyLayer):  # type: ignore[misc] # transformers is unt
 
     def alias(self) -> Self:
         """As of other layers."""
+        return self
+
+    def fork(self, length: int) -> Self:  # noqa: ARG002 - as other layers have it
+        """There is nothing to share."""
         return self
 
 

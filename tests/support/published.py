@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcdn.client import Client
 from kvcdn.client.transport import StoreSource
+from kvcdn.keys import PRECISIONS
 from kvcdn.model.load import LoadedModel, load_model
 from kvcdn.model.tokens import encode_text
 from kvcdn.origin.publish import Publisher, PublishResult
@@ -44,7 +45,7 @@ class Published:
         source = StoreSource(self.store) if source is None else source
         client = Client(self.loaded.model, self.loaded.tokenizer, source, **options)
         if vouched and client.loaded is not None:
-            client._supply.gate._canary.vouch({self.key.public})
+            client._supply.gate._canary.vouch({(self.key.public, precision) for precision in PRECISIONS})
         return client
 
 

@@ -1,0 +1,189 @@
+"""A prefix: the cache of a document in memory, once, for any number of questions, one after the other or at the same time.
+
+Every question gets layers that show the prefix's tensors and take a copy of a layer when they first write to it; so none can
+change what the others see.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from kvcdn.client.answer import Answer, Prepared
+from kvcdn.client.batch import Row, run_batch
+from kvcdn.client.generation import Generation
+from kvcdn.client.guard import mark
+from kvcdn.client.report import Report
+from kvcdn.client.streaming import AnswerStream, stream_answer
+from kvcdn.digest import Digest
+from kvcdn.errors import KvcdnError, MismatchError, UnsupportedModelError, UsageError
+from kvcdn.model.cache import build_cache, cache_argument, make_layer
+from kvcdn.model.layers import GROWTH_TOKENS, CacheLayer
+from kvcdn.model.tokens import Prompt
+from kvcdn.model.weights import sample_weights
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+    from kvcdn.client.client import Client, PromptLike
+    from kvcdn.model.load import LoadedModel
+
+
+class Prefix:
+    """The cache of `token_ids`. `report` says how much of it was loaded; what was not is computed here, once. Thread-safe.
+
+    For a model whose cache is not supported every question is prefilled as a whole.
+    """
+
+    def __init__(self, client: Client, document: PromptLike) -> None:
+        """Loads the cache of `document`: a text, opening messages, or tokens. Raises UsageError for an empty one."""
+        started = time.perf_counter()
+        self._client = client
+        self._document = document
+        prompt = client.opening(document)
+        self.token_ids = prompt.token_ids
+        # One more token, whichever, since a cache leaves at least one of a prompt to the model.
+        self.report, cache = client.load_cache(Prompt((*prompt.token_ids, 0), prompt.boundaries), started)
+        self.report.tokens_total = len(prompt.token_ids)
+        self._layers: list[CacheLayer] = []
+        try:
+            loaded = client.current()
+        except UnsupportedModelError:
+            return
+        self._state = ModelState.of(loaded)
+        self._layers = completed(loaded, cache, prompt.token_ids, len(prompt.token_ids))
+        self.report.seconds["total"] = time.perf_counter() - started
+
+    def close(self) -> None:
+        """Lets go of the memory, once questions under way have their copies."""
+        self._layers = []
+        self.token_ids = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- questions ----------------------------------------------------------------------------------------------------------
+
+    def ask(self, question: str, **options: Any) -> Answer:
+        """Answers `question` on the document; as `Client.ask`."""
+        return self.generate(self._question(question), **options)
+
+    def generate(self, prompt: PromptLike, **options: Any) -> Answer:
+        """Continues a prompt that begins as this prefix does; as `Client.generate`."""
+        started = time.perf_counter()
+        return self._generate(self._client.encode(prompt), started, options)
+
+    def stream(self, prompt: PromptLike, **options: Any) -> AnswerStream:
+        """As `generate`, piece by piece."""
+        started = time.perf_counter()
+        encoded = self._client.encode(prompt)
+        Generation(self._client.model, self._client.tokenizer, encoded, options)
+        return stream_answer(self._client.tokenizer, options, lambda streamed: self._generate(encoded, started, streamed))
+
+    def stream_answer(self, question: str, **options: Any) -> AnswerStream:
+        """As `ask`, piece by piece."""
+        return self.stream(self._question(question), **options)
+
+    def ask_many(self, questions: Sequence[str], **options: Any) -> list[Answer]:
+        """Answers `questions` in one run of the model, each with a copy of the cache. Raises UsageError as `run_batch`."""
+        started = time.perf_counter()
+        rows = []
+        for question in questions:
+            prompt = self._question(question)
+            report, cache = self._session(prompt, started)
+            rows.append(Row(prompt, cache, report))
+        return run_batch(self._client, rows, started, options)
+
+    def prepare(self, prompt: PromptLike) -> Prepared:
+        """Inputs for a generate() of your own; as `Client.prepare`."""
+        started = time.perf_counter()
+        generation = Generation(self._client.model, self._client.tokenizer, self._client.encode(prompt), {})
+        report, cache = self._session(generation.prompt, started)
+        if cache is not None:
+            mark(cache, generation.prompt.token_ids)
+            self._client.guard()
+        return generation.inputs(cache, report)
+
+    def _question(self, question: str) -> Prompt:
+        if isinstance(self._document, Prompt | Mapping):
+            raise UsageError("a prefix of tokens has no form for questions", hint="use generate() with a whole prompt")
+        return self._client.question(self._document, question)
+
+    def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
+        generation = Generation(self._client.model, self._client.tokenizer, prompt, options)
+        report, cache = self._session(prompt, started)
+        output = generation.run(generation.inputs(cache, report))
+        report.seconds["first_token"] = generation.first_token_at - started
+        report.seconds["total"] = time.perf_counter() - started
+        return generation.answer(output, report)
+
+    def _session(self, prompt: Prompt, started: float) -> tuple[Report, Cache | None]:
+        """A cache of what `prompt` has in common with the prefix, of its own; None where that is nothing."""
+        report = Report(self._client.source.url, len(prompt.token_ids))
+        report.seconds["tokenize"] = time.perf_counter() - started
+        layers = self._layers
+        if not layers:
+            report.reason, report.detail = self.report.reason, self.report.detail or "the prefix was closed"
+            return report, None
+        common = min(common_length(prompt.token_ids, self.token_ids), len(prompt.token_ids) - 1)
+        try:
+            loaded = self._client.current()
+            if ModelState.of(loaded) != self._state:
+                raise MismatchError("the model was changed after the prefix was loaded")
+            if not common or not reaches(loaded, layers, common):
+                raise UsageError(f"the prompt leaves the prefix after {common} tokens, where nothing of it can be used")
+        except KvcdnError as error:
+            report.miss(error)
+            return report, None
+        report.tokens_reused = report.tokens_kept = common
+        report.bytes_raw = loaded.identity.layout.needed_bytes(common)
+        return report, build_cache(loaded.model, [layer.fork(common) for layer in layers])
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What a cache in memory hangs on besides its tokens: the model with its adapters, and its weights as they are."""
+
+    fingerprint: Digest
+    weights: Digest
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> Self:
+        return cls(loaded.identity.fingerprint, sample_weights(loaded.model))
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return min(len(one), len(other))
+
+
+def reaches(loaded: LoadedModel, layers: Sequence[CacheLayer], length: int) -> bool:
+    """Whether `layers` hold all rows that a token behind the first `length` reads."""
+    specs = loaded.identity.layout.layers
+    return all(layer.first <= spec.first_needed(length) for layer, spec in zip(layers, specs, strict=True))
+
+
+def completed(loaded: LoadedModel, cache: Cache | None, token_ids: Sequence[int], tokens: int) -> list[CacheLayer]:
+    """The layers of `cache`, or new ones, with the rest of the first `tokens` tokens computed behind what they hold."""
+    model, layout = loaded.model, loaded.identity.layout
+    if cache is None:
+        capacity = len(token_ids) + GROWTH_TOKENS
+        cache = build_cache(model, [make_layer(spec, capacity, 0, model.device) for spec in layout.layers])
+    body = getattr(model, model.base_model_prefix, model)
+    with torch.inference_mode():
+        while (start := cache.get_seq_length()) < tokens:
+            end = min(start - start % layout.block_tokens + layout.block_tokens, tokens)
+            ids = torch.tensor([list(token_ids[start:end])], dtype=torch.long, device=model.device)
+            body(input_ids=ids, use_cache=True, **{cache_argument(body.forward): cache})
+    layers: list[CacheLayer] = list(cache.layers)
+    return layers
