@@ -9,7 +9,7 @@ from kvcdn.client.match import PublishedPrefix, find_published
 from kvcdn.client.transport import Source
 from kvcdn.client.views import View
 from kvcdn.digest import Digest
-from kvcdn.errors import NotFoundError
+from kvcdn.errors import CorruptError, NotFoundError
 from kvcdn.keys import Chain, ModelIdentity, manifest_key
 from kvcdn.manifest import MAX_MANIFEST_BYTES, Manifest, open_manifest
 from kvcdn.model.tokens import Spelling
@@ -62,6 +62,14 @@ class Shelf:
                 best = Reach(tokens, manifest)
         return best
 
+    def ends(self, chain: Chain, ends: Iterable[int]) -> int:
+        """The first of `ends` (token counts) that has a published block which ends there; 0 for none. Raises KvcdnError."""
+        for end in ends:
+            last = chain.prefix(end).blocks[-1:]
+            if self.source is not None and self.source.match(chain.model.tag, [block.address for block in last]):
+                return end
+        return 0
+
     def document(self, chain: Chain, tokens: int) -> Manifest | None:
         """The manifest of exactly the first `tokens` tokens of `chain`, where there is one that can be read."""
         names = chain.prefix(tokens)
@@ -70,9 +78,9 @@ class Shelf:
             return found
         try:
             data = self.source.read(manifest_key(chain.model.tag, names.manifest_address), MAX_MANIFEST_BYTES)
-        except NotFoundError:
+            manifest = open_manifest(data, f"manifest {names.manifest_address}")
+        except (NotFoundError, CorruptError):  # blocks are used without it
             return None
-        manifest = open_manifest(data, f"manifest {names.manifest_address}")
         return manifest if manifest.address == names.manifest_address else None
 
 

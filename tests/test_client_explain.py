@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from kvcdn.client import Client, fixes
 from kvcdn.client.causes import Cause, Certainty
 from kvcdn.client.divergence import find_divergence
+from kvcdn.client.explain import Explainer
+from kvcdn.client.explanation import Explanation
 from kvcdn.client.samples import Conversation
 from kvcdn.client.shelf import Shelf
 from kvcdn.client.surroundings import Surroundings, look_around
@@ -28,6 +30,7 @@ from kvcdn.model.fingerprint import fingerprint_checkpoint
 from kvcdn.model.tokens import spell_text
 from kvcdn.signing import SigningKey, TrustList
 from support.explained import BASE, Stage, checkpoint_with_tools, first_different
+from support.library import Library
 from support.tiny import TEXT
 
 ACCENTS = "R\u00e9sum\u00e9 of the caf\u00e9:\n" + BASE
@@ -355,10 +358,12 @@ def test_a_published_prompt_is_covered(stage):
     assert (len(ids), True) == (found.departure.token, found.departure.exact)
 
 
-def test_a_document_whose_end_the_prompt_does_not_know_is_proved_from_its_manifest(stage):
-    """The last block is found at a boundary only."""
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_document_whose_end_the_prompt_does_not_know_is_proved(stage, listed):
+    """The last block is found at a boundary only; from a manifest, or by looking at the ends of lines."""
     ids = stage.publish(BASE)
-    found = stage.explain(BASE + "\n\nIn short:", listed=True)
+    found = stage.explain(BASE + "\n\nIn short:", listed=listed)
+    assert (len(ids), True) == (found.departure.token, found.departure.exact)
     assert (Cause.BOUNDARY, 1024, len(ids)) == (found.findings[0].cause, found.findings[0].token, found.findings[0].reaches)
 
 
@@ -420,6 +425,64 @@ def test_a_damaged_block_is_proved(stage, block):
     stage.store.create(key, [bytes(data)])
     found = stage.explain(BASE)
     assert (Cause.CORRUPT, name.start, name.start) == (found.findings[0].cause, found.findings[0].token, found.published)
+
+
+class Boaster(StoreSource):
+    """A source that claims to have every block but some."""
+
+    def __init__(self, store, but=()):
+        super().__init__(store)
+        self.but = but
+
+    def match(self, tag, addresses):
+        return next((index for index, address in enumerate(addresses) if address in self.but), len(addresses))
+
+
+@pytest.mark.parametrize("all_but_this", [False, True])
+def test_a_source_that_claims_what_it_has_not_proves_nothing(stage, all_but_this):
+    """What a match says is believed only where the block can be read."""
+    names = PrefixNames.of(stage.loaded.identity, Namespace.public(), stage.view(BASE).spell().token_ids)
+    found = stage.explain(BASE, source=Boaster(stage.store, {name.address for name in names.blocks} if all_but_this else ()))
+    assert (0, False) == (found.published, found.covered)
+    assert {Cause.NOT_PUBLISHED} == {each.cause for each in found.findings if each.certainty is Certainty.PROVED}
+
+
+class Counting(StoreSource):
+    """A source that counts the blocks of which something is read."""
+
+    opened = 0
+
+    def open(self, key, *, ranged):
+        self.opened += 1
+        return super().open(key, ranged=ranged)
+
+
+@pytest.mark.parametrize("good", [0, 1, 23, 38, 40])
+def test_few_headers_of_a_long_prompt_are_read_and_the_first_bad_block_is_found(stage, good):
+    """The blocks behind the bad one are by the same publisher: as after a change of keys."""
+    library = Library(stage.store)
+    other = Library(stage.store, model=library.model)
+    if good:
+        library.publish(tuple(range(1, good + 1)))
+    other.publish(tuple(range(1, 41)))
+    length, source = library.model.layout.block_tokens, Counting(stage.store)
+    names = library.names(tuple(range(1, 41))).blocks
+    view = replace(stage.view("x"), identity=library.model)
+    explanation = Explanation("", library.model, "public", 40 * length)
+    published = Explainer(Shelf(source), TrustList.of(library.key.public))._trusted(explanation, view, names)
+    assert good * length == published
+    assert ([Cause.UNTRUSTED] if good < 40 else []) == [each.cause for each in explanation.findings]
+    assert source.opened <= 8 + 5 + 1
+
+
+def test_a_damaged_manifest_beside_sound_blocks_is_no_cause(stage):
+    """Clients do not read it."""
+    ids = stage.publish(BASE)
+    key = manifest_key(stage.loaded.identity.tag, stage.manifests()[0].address)
+    stage.store.delete(key)
+    stage.store.create(key, [b"damaged"])
+    found = stage.explain(BASE)
+    assert (len(ids), True, []) == (found.published, found.covered, found.findings)
 
 
 def test_a_source_that_is_down_is_the_cause(stage):

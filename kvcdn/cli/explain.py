@@ -197,6 +197,8 @@ def _print(name: str, found: Explanation) -> None:
     elif found.covered:
         rows.append(("covered", "every whole block of it is published"))
     print_pairs(rows)
+    if not found.complete:
+        print_text("\nthe source is slow: not every usual mistake was tried")
     for finding in found.findings:
         at = "" if finding.token is None else f" from token {finding.token:,}"
         then = "" if finding.reaches is None else f" (then {finding.reaches:,} tokens are published)"
