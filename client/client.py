@@ -177,7 +177,8 @@ class Client:
         content = prompt if isinstance(prompt, str) else Conversation(tuple(prompt), tuple(tools or ()))
         view = View(content, self.tokenizer, identity, self.namespace, answer_follows=True)
         shelf = Shelf(self.source)
-        return Explainer(shelf, self._supply.gate.trust, look_around(identity, shelf)).explain(view)
+        view = shelf.preferred(view, self.precisions)
+        return Explainer(shelf, self._supply.gate.trust, look_around(view.identity, shelf)).explain(view)
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 

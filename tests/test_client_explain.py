@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcdn.client import Client, fixes
+from kvcdn.client import Client
 from kvcdn.client.causes import Cause, Certainty
 from kvcdn.client.divergence import find_divergence
 from kvcdn.client.explain import Explainer
@@ -185,11 +185,13 @@ def test_another_dtype_is_proved(stage):
     assert "float32" in found.findings[0].detail
 
 
-def test_another_precision_is_proved(stage, monkeypatch):
-    """Precisions to come have names of their own."""
+def test_another_precision_is_proved(stage):
+    """Each has names of its own; a reader who accepts both has no problem."""
     stage.publish(BASE)
-    monkeypatch.setattr(fixes, "PRECISIONS", ("native", "int8"))
     coarse = replace(stage.loaded.identity, precision="int8")
+    shelf = Shelf(StoreSource(stage.store))
+    assert stage.explain(shelf.preferred(stage.view(BASE), ("int8", "native"))).covered
+    assert coarse == shelf.preferred(stage.view(BASE), ("int8",)).identity
     found = stage.explain(replace(stage.view(BASE), identity=coarse))
     assert (Cause.PRECISION, Certainty.PROVED, 0) == (
         found.findings[0].cause,

@@ -20,6 +20,7 @@ from kvcdn.cli.options import (
     Model,
     NamespaceName,
     Origin,
+    Precisions,
     Token,
     TrustFile,
     open_origin,
@@ -62,6 +63,7 @@ def explain(
     token: Token = None,
     namespace: NamespaceName = None,
     trust: TrustFile = None,
+    precision: Precisions = "native",
     *,
     chat: Chat = False,
     as_json: AsJson = False,
@@ -81,6 +83,7 @@ def explain(
     from kvcdn.client.surroundings import look_around  # noqa: PLC0415
     from kvcdn.client.views import Form, View  # noqa: PLC0415
     from kvcdn.keyring import load_distrust, load_namespace  # noqa: PLC0415
+    from kvcdn.keys import read_precisions  # noqa: PLC0415
     from kvcdn.model.identity import identify_model  # noqa: PLC0415
 
     content = read_sample(read.name, read.text).content
@@ -91,6 +94,7 @@ def explain(
     form = Form.SYSTEM if chat else Form.TEXT
     view = View(content, known.tokenizer, known.identity, space, form, answer_follows=True)
     shelf = Shelf(source, _survey(store, known.identity))
+    view = shelf.preferred(view, read_precisions(precision))
     reference: View | Manifest | None = None
     if against is not None:
         reference = _manifest(against, source, store, known.identity)
@@ -98,7 +102,7 @@ def explain(
             # What a conversation is compared with was probably published as one; the other form is tried, too.
             form = Form.SYSTEM if chat or isinstance(content, Conversation) else Form.TEXT
             reference = replace(view, content=_document(against), form=form, answer_follows=False)
-    around = look_around(known.identity, shelf, known.folder)
+    around = look_around(view.identity, shelf, known.folder)
     explanation = Explainer(shelf, trusted, around).explain(view, reference)
     source.close()
     if as_json:
