@@ -178,7 +178,8 @@ class Client:
         view = View(content, self.tokenizer, identity, self.namespace, answer_follows=True)
         shelf = Shelf(self.source)
         view = shelf.preferred(view, self.precisions)
-        return Explainer(shelf, self._supply.gate.trust, look_around(view.identity, shelf)).explain(view)
+        around = look_around(view.identity, shelf)
+        return Explainer(shelf, self._supply.gate.trust, around, self.max_kl).explain(view)
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvcdn.block import open_header
+from kvcdn.block import BlockHeader, open_header
 from kvcdn.client.causes import Cause, Certainty
 from kvcdn.client.divergence import Excerpt, find_divergence
 from kvcdn.client.explanation import Departure, Explanation, Finding
@@ -26,7 +26,7 @@ from kvcdn.client.transport import Source
 from kvcdn.client.views import View
 from kvcdn.client.volatile import find_volatile
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
-from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UntrustedError, UsageError
+from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, QualityError, UntrustedError, UsageError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.manifest import Manifest
 from kvcdn.model.tokens import Spelling
@@ -55,12 +55,18 @@ def cause_of(error: KvcdnError) -> Cause:
 
 
 class Explainer:
-    """Explains prompts against one shelf. `surroundings` are what else is tried, `trust` whose blocks may be used."""
+    """Explains prompts against one shelf.
 
-    def __init__(self, shelf: Shelf, trust: TrustList, surroundings: Surroundings | None = None) -> None:
+    `surroundings` are what else is tried, `trust` whose blocks may be used, `max_kl` how far off lossy ones may be, in nats.
+    """
+
+    def __init__(
+        self, shelf: Shelf, trust: TrustList, surroundings: Surroundings | None = None, max_kl: float | None = None
+    ) -> None:
         self._shelf = shelf
         self._trust = trust
         self._surroundings = surroundings or Surroundings()
+        self._max_kl = max_kl
 
     def explain(self, view: View, reference: Reference | None = None) -> Explanation:
         """Says how far `view` is published and why no further. Raises UsageError for a prompt that cannot be tokenised."""
@@ -121,7 +127,9 @@ class Explainer:
         source = self._shelf.source
         try:
             if source is not None:
-                _check_header(source, view.identity, name, self._trust)
+                header = _read_header(source, view.identity, name, self._trust)
+                if header.certificate is not None and not header.certificate.meets(self._max_kl):
+                    return QualityError(f"block {name.address}: {header.certificate}; at most {self._max_kl:g} is accepted")
         except KvcdnError as error:
             return error
         return None
@@ -266,7 +274,7 @@ class Explainer:
                 found.add(Cause.INCOMPLETE if there else Cause.NOT_PUBLISHED, Certainty.PROVED, gone)
 
 
-def _check_header(source: Source, identity: ModelIdentity, name: BlockName, trust: TrustList) -> None:
+def _read_header(source: Source, identity: ModelIdentity, name: BlockName, trust: TrustList) -> BlockHeader:
     """Reads a block's header as a client does. Raises KvcdnError."""
     what = f"block {name.address}"
     reader = source.open(block_key(identity.tag, name.address), ranged=True)
@@ -278,6 +286,7 @@ def _check_header(source: Source, identity: ModelIdentity, name: BlockName, trus
         reader.close()
     trust.require(header.publisher, what)
     header.require(identity, name, what)
+    return header
 
 
 def _is_naming(step: Step) -> bool:

@@ -35,7 +35,7 @@ class Shelf:
             self._by_seed.setdefault((manifest.fingerprint, manifest.layout.digest, manifest.precision), []).append(manifest)
 
     def preferred(self, view: View, precisions: Sequence[str]) -> View:
-        """`view` in the one of a reader's `precisions` that a client would load; the first, where the source cannot be asked."""
+        """`view` in the one of a reader's `precisions` that a client would load; the first where a source cannot be asked."""
         if self.source is not None and len(precisions) > 1:
             with suppress(UnavailableError):
                 prompt = view.spell().prompt

@@ -28,6 +28,7 @@ from kvcdn.keyring import create_namespace, load_namespace
 from kvcdn.keys import Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.model.fingerprint import fingerprint_checkpoint
 from kvcdn.model.tokens import spell_text
+from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from support.explained import BASE, Stage, checkpoint_with_tools, first_different
 from support.library import Library
@@ -491,6 +492,18 @@ def test_a_source_that_is_down_is_the_cause(stage):
     """Nothing else can be told."""
     found = stage.explain(BASE, source=EdgeSource("http://127.0.0.1:9"))
     assert (Cause.UNAVAILABLE, Certainty.PROVED) == (found.findings[0].cause, found.findings[0].certainty)
+
+
+def test_a_lossy_cache_that_is_not_good_enough_is_named(stage):
+    """By its certificate, which the block's header carries."""
+    coarse = replace(stage.view(BASE), identity=replace(stage.loaded.identity, precision="int4"))
+    ids = coarse.spell().token_ids
+    Publisher(stage.loaded, stage.store, stage.key).publish(ids, precision="int4")
+    shelf = Shelf(StoreSource(stage.store))
+    trust = TrustList.of(stage.key.public)
+    assert Explainer(shelf, trust).explain(coarse).covered
+    found = Explainer(shelf, trust, max_kl=0.0).explain(coarse)
+    assert (Cause.QUALITY, Certainty.PROVED, 0) == (found.findings[0].cause, found.findings[0].certainty, found.published)
 
 
 def test_a_prompt_shorter_than_a_block_is_likely_too_short(stage):

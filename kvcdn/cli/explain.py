@@ -17,6 +17,7 @@ from kvcdn.cli.options import (
     Chat,
     Edge,
     Endpoint,
+    MaxKl,
     Model,
     NamespaceName,
     Origin,
@@ -64,6 +65,7 @@ def explain(
     namespace: NamespaceName = None,
     trust: TrustFile = None,
     precision: Precisions = "native",
+    max_kl: MaxKl = None,
     *,
     chat: Chat = False,
     as_json: AsJson = False,
@@ -103,7 +105,7 @@ def explain(
             form = Form.SYSTEM if chat or isinstance(content, Conversation) else Form.TEXT
             reference = replace(view, content=_document(against), form=form, answer_follows=False)
     around = look_around(view.identity, shelf, known.folder)
-    explanation = Explainer(shelf, trusted, around).explain(view, reference)
+    explanation = Explainer(shelf, trusted, around, max_kl).explain(view, reference)
     source.close()
     if as_json:
         print_json({"prompt": read.name, **explanation.to_json()})
