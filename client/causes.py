@@ -57,7 +57,9 @@ class Cause(enum.StrEnum):
     UNTRUSTED = "untrusted"
     CORRUPT = "corrupt"
     MISMATCH = "mismatch"
+    QUALITY = "quality"
     UNAVAILABLE = "unavailable"
+    PLANNED = "planned"
     UNSUPPORTED_MODEL = "unsupported-model"
     REFUSED = "refused"
 
@@ -97,6 +99,8 @@ ADVICE: Mapping[Cause, str] = {
     Cause.CORRUPT: "do not use it; kvcdn fsck finds and removes what is damaged at an origin",
     Cause.MISMATCH: "do not use it: kvcdn verify --audit says which block is wrong, kvcdn trust ls who is refused",
     Cause.UNAVAILABLE: "is it running, is its address right, is the token valid?",
+    Cause.QUALITY: "accept a larger --max-kl, or another precision",
+    Cause.PLANNED: "nothing is wrong: on this link, prefilling here was expected to be sooner than fetching",
     Cause.UNSUPPORTED_MODEL: "this kind of model cannot be published by this version",
     Cause.REFUSED: "the request could not be made as asked",
 }

@@ -49,7 +49,7 @@ from kvcdn.model.adapters import attach_adapters, unwrapped
 from kvcdn.model.checkpoint import Checkpoint
 from kvcdn.model.load import LoadedModel, bind_model, load_transformers
 from kvcdn.model.speed import remember_prefill
-from kvcdn.model.tokens import Messages, Prompt, encode_chat, encode_text
+from kvcdn.model.tokens import Messages, Prompt, Tools, encode_chat, encode_text
 from kvcdn.signing import TrustList
 from kvcdn.stores.local import LocalStore
 
@@ -151,12 +151,13 @@ class Client:
 
     # -- prompts ----------------------------------------------------------------------------------------------------------
 
-    def question(self, document: str | Messages, question: str) -> Prompt:
-        """The prompt of a question on a document: plain text, or the opening messages of a chat."""
+    def question(self, document: str | Messages, question: str, *, tools: Tools | None = None) -> Prompt:
+        """The prompt of a question on a document: plain text, or the opening messages of a chat, which may have `tools`."""
         if isinstance(document, str):
             text = f"{document}\n\nQuestion: {question}\nAnswer:"
             return encode_text(self.tokenizer, text, [len(document)])
-        return encode_chat(self.tokenizer, [*document, {"role": "user", "content": question}], answer_follows=True)
+        messages = [*document, {"role": "user", "content": question}]
+        return encode_chat(self.tokenizer, messages, answer_follows=True, tools=tools)
 
     def opening(self, document: PromptLike) -> Prompt:
         """The tokens of `document` as prompts about it begin: what `question` has before the question."""
@@ -171,8 +172,11 @@ class Client:
         end = common_length(prompt.token_ids, own)
         return Prompt(prompt.token_ids[:end], prompt.boundaries)
 
-    def encode(self, prompt: PromptLike) -> Prompt:
-        """Tokenises a prompt as `generate` does. Raises UsageError for tensors whose mask or positions say something else."""
+    def encode(self, prompt: PromptLike, *, tools: Tools | None = None) -> Prompt:
+        """Tokenises a prompt as `generate` does; messages may have `tools`.
+
+        Raises UsageError for tensors whose mask or positions say something else.
+        """
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, Mapping):
@@ -182,15 +186,17 @@ class Client:
             return prompts[0]
         if isinstance(prompt, str):
             return encode_text(self.tokenizer, prompt)
-        return encode_chat(self.tokenizer, prompt, answer_follows=True)
+        return encode_chat(self.tokenizer, prompt, answer_follows=True, tools=tools)
 
-    def explain(self, prompt: str | Messages) -> Explanation:
+    def explain(self, prompt: str | Messages, *, tools: Tools | None = None) -> Explanation:
         """Says at which token `prompt` leaves what is published, and why. Raises KvcdnError for what cannot be tokenised."""
         identity = self.current().identity
-        content = prompt if isinstance(prompt, str) else samples.Conversation(tuple(prompt))
+        content = prompt if isinstance(prompt, str) else samples.Conversation(tuple(prompt), tuple(tools or ()))
         view = View(content, self.tokenizer, identity, self.namespace, answer_follows=True)
         shelf = Shelf(self.source)
-        return Explainer(shelf, self._supply.gate.trust, look_around(identity, shelf)).explain(view)
+        view = shelf.preferred(view, self.precisions)
+        around = look_around(view.identity, shelf)
+        return Explainer(shelf, self._supply.gate.trust, around, self.max_kl).explain(view)
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 

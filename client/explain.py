@@ -6,16 +6,17 @@ proved the first cause in the prompt comes first: behind it, all names are other
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvcdn.block import open_header
+from kvcdn.block import BlockHeader, open_header
 from kvcdn.client.causes import Cause, Certainty
-from kvcdn.client.difference import common_length
-from kvcdn.client.divergence import Divergence, Excerpt, find_divergence
+from kvcdn.client.divergence import Excerpt, find_divergence
 from kvcdn.client.explanation import Departure, Explanation, Finding
 from kvcdn.client.fixes import compare_identities
+from kvcdn.client.framing import framing_cause
 from kvcdn.client.proof import Proof, Search, Step
 from kvcdn.client.report import MissReason
 from kvcdn.client.samples import Conversation
@@ -25,7 +26,7 @@ from kvcdn.client.transport import Source
 from kvcdn.client.views import View
 from kvcdn.client.volatile import find_volatile
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
-from kvcdn.errors import KvcdnError, UntrustedError, UsageError
+from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, QualityError, UntrustedError, UsageError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.manifest import Manifest
 from kvcdn.model.tokens import Spelling
@@ -33,6 +34,12 @@ from kvcdn.signing import TrustList
 
 _HEADER_AHEAD = 1 << 16
 """Bytes read at once of a block's front: most headers."""
+
+_HEADERS = 8
+"""Blocks whose headers are read: at an edge each may have to come from the origin, as a whole."""
+
+_SEAMS = 64
+"""Ends of lines at which a document's end is looked for."""
 
 _SUSPECTS = 5
 """Volatile pieces named where nothing is proved."""
@@ -48,12 +55,18 @@ def cause_of(error: KvcdnError) -> Cause:
 
 
 class Explainer:
-    """Explains prompts against one shelf. `surroundings` are what else is tried, `trust` whose blocks may be used."""
+    """Explains prompts against one shelf.
 
-    def __init__(self, shelf: Shelf, trust: TrustList, surroundings: Surroundings | None = None) -> None:
+    `surroundings` are what else is tried, `trust` whose blocks may be used, `max_kl` how far off lossy ones may be, in nats.
+    """
+
+    def __init__(
+        self, shelf: Shelf, trust: TrustList, surroundings: Surroundings | None = None, max_kl: float | None = None
+    ) -> None:
         self._shelf = shelf
         self._trust = trust
         self._surroundings = surroundings or Surroundings()
+        self._max_kl = max_kl
 
     def explain(self, view: View, reference: Reference | None = None) -> Explanation:
         """Says how far `view` is published and why no further. Raises UsageError for a prompt that cannot be tokenised."""
@@ -91,15 +104,35 @@ class Explainer:
     # -- what is there ----------------------------------------------------------------------------------------------------
 
     def _trusted(self, found: Explanation, view: View, blocks: Sequence[BlockName]) -> int:
-        """The tokens of the leading blocks whose headers are sound and signed by somebody trusted."""
-        source = self._shelf.source
-        for name in blocks if source else ():
-            try:
-                _check_header(source, view.identity, name, self._trust)
-            except KvcdnError as error:
-                found.add(cause_of(error), Certainty.PROVED, str(error), name.start)
-                return name.start
+        """The tokens of the leading blocks whose headers are sound and signed by somebody trusted, as far as is looked at."""
+        step = max(-(-len(blocks) // _HEADERS), 1)
+        looked = 0
+        for index in sorted({*range(0, len(blocks), step), len(blocks) - 1} - {-1}):
+            if self._problem(view, blocks[index]) is not None:
+                # The first bad one lies here, or between this and the last that was good.
+                return self._first_bad(found, view, blocks[looked : index + 1])
+            looked = index + 1
         return blocks[-1].end if blocks else 0
+
+    def _first_bad(self, found: Explanation, view: View, blocks: Sequence[BlockName]) -> int:
+        for name in blocks:
+            problem = self._problem(view, name)
+            if problem is not None:
+                found.add(cause_of(problem), Certainty.PROVED, str(problem), name.start)
+                return name.start
+        return blocks[-1].end
+
+    def _problem(self, view: View, name: BlockName) -> KvcdnError | None:
+        """What keeps a client from using a block, as far as its header shows."""
+        source = self._shelf.source
+        try:
+            if source is not None:
+                header = _read_header(source, view.identity, name, self._trust)
+                if header.certificate is not None and not header.certificate.meets(self._max_kl):
+                    return QualityError(f"block {name.address}: {header.certificate}; at most {self._max_kl:g} is accepted")
+        except KvcdnError as error:
+            return error
+        return None
 
     def _look_at_document(self, found: Explanation, view: View, spelling: Spelling) -> None:
         """Whether a document ends where the published tokens do, and whether whole blocks are left."""
@@ -123,12 +156,31 @@ class Explainer:
     # -- without a document to compare with -------------------------------------------------------------------------------
 
     def _prove(self, found: Explanation, view: View, spelling: Spelling) -> None:
-        known = self._shelf.known(view.chain(spelling))
+        chain = view.chain(spelling)
+        known = self._shelf.known(chain)
         if known.manifest is not None and known.tokens > found.published:
             self._unseen(found, view, spelling, known.manifest, known.tokens)
             return
-        proof = Search(self._shelf, self._surroundings).prove(view, spelling, Reach(found.published))
+        end = self._shelf.ends(chain, _seams(spelling, found.published, chain.block_tokens))
+        if end and self._problem(view, chain.prefix(end).blocks[-1]) is None:
+            self._bound(found, spelling, f"a document of {end:,} tokens", end)
+            return
+        proof = self._search(found, self._shelf, view, spelling, Reach(found.published))
         self._report(found, spelling, proof)
+
+    def _search(
+        self, found: Explanation, shelf: Shelf, view: View, spelling: Spelling, reach: Reach, *more: ModelIdentity
+    ) -> Proof:
+        around = replace(self._surroundings, identities=[*more, *self._surroundings.identities])
+        search = Search(shelf, around)
+        proof = search.prove(view, spelling, reach)
+        found.complete = found.complete and search.complete
+        return proof
+
+    def _bound(self, found: Explanation, spelling: Spelling, name: str, tokens: int) -> None:
+        detail = f"{name} is the beginning of this prompt, which does not say that it ends after {tokens:,} tokens"
+        found.add(Cause.BOUNDARY, Certainty.PROVED, detail, found.published, tokens)
+        self._depart(found, spelling, tokens, exact=True)
 
     def _unseen(self, found: Explanation, view: View, spelling: Spelling, manifest: Manifest, tokens: int) -> None:
         """A manifest shares more with the prompt than the source was seen to have."""
@@ -137,8 +189,7 @@ class Explainer:
         there = source.match(view.identity.tag, [block.address for block in blocks]) if source else 0
         name = f"document {str(manifest.address)[:12]} of {manifest.tokens:,} tokens"
         if there == len(blocks):
-            detail = f"{name} is the beginning of this prompt, which does not say that it ends after {tokens:,} tokens"
-            found.add(Cause.BOUNDARY, Certainty.PROVED, detail, found.published, tokens)
+            self._bound(found, spelling, name, tokens)
         elif _expired(manifest):
             detail = f"{name} expired on {_day(manifest.expires)}, and its blocks are gone"
             found.add(Cause.EXPIRED, Certainty.PROVED, detail, found.published, tokens)
@@ -147,6 +198,14 @@ class Explainer:
         self._depart(found, spelling, found.published, exact=True)
 
     def _report(self, found: Explanation, spelling: Spelling, proof: Proof) -> None:
+        if proof.steps and proof.reach.manifest is None:
+            # A source can say anything: a block that opens under the name proves it.
+            last = proof.view.chain(proof.spelling).prefix(proof.reach.tokens).blocks[-1]
+            problem = self._problem(proof.view, last)
+            if problem is not None:
+                found.add(cause_of(problem), Certainty.PROVED, str(problem), 0)
+            if isinstance(problem, CorruptError | NotFoundError):
+                return
         steps = sorted(proof.steps, key=lambda step: step.token)
         for step in steps:
             found.add(step.fix.cause, Certainty.PROVED, step.fix.detail, step.token, proof.reach.tokens)
@@ -161,7 +220,7 @@ class Explainer:
         theirs = reference.spell()
         if not theirs.token_ids:
             raise UsageError("the document to compare with is empty")
-        proof = Search(self._shelf, self._surroundings).prove(reference, theirs, self._shelf.reach(reference, theirs))
+        proof = self._search(found, self._shelf, reference, theirs, self._shelf.reach(reference, theirs))
         if not proof.reach.tokens:
             detail = f"the document compared with is not published at {found.source} for this model and namespace itself"
             found.add(Cause.NOT_PUBLISHED, Certainty.PROVED, detail)
@@ -172,7 +231,7 @@ class Explainer:
         parted = find_divergence(spelling, proof.spelling, view.identity.layout.block_tokens, special)
         if parted is not None:
             certainty = Certainty.PROVED if proof.reach.tokens > parted.token else Certainty.LIKELY
-            cause, detail = _framing_cause(view, proof.view, spelling, parted)
+            cause, detail = framing_cause(view, proof.view, spelling, parted)
             found.add(cause, certainty, detail, parted.token, proof.reach.tokens or None)
             self._depart(found, spelling, parted.token, exact=True, theirs=parted.theirs)
 
@@ -181,7 +240,7 @@ class Explainer:
         theirs = ModelIdentity(manifest.fingerprint, manifest.layout, manifest.model_name, manifest.precision)
         shelf = Shelf(None, [manifest])
         shared = shelf.known(view.chain(spelling)).tokens
-        proof = Search(shelf, _with_identity(self._surroundings, theirs)).prove(view, spelling, Reach(shared))
+        proof = self._search(found, shelf, view, spelling, Reach(shared), theirs)
         self._report(found, spelling, proof)
         if (theirs.fingerprint, theirs.layout, theirs.precision) != (ours.fingerprint, ours.layout, ours.precision):
             cause, detail = compare_identities(ours, theirs, self._surroundings)
@@ -215,10 +274,8 @@ class Explainer:
                 found.add(Cause.INCOMPLETE if there else Cause.NOT_PUBLISHED, Certainty.PROVED, gone)
 
 
-def _check_header(source: Source | None, identity: ModelIdentity, name: BlockName, trust: TrustList) -> None:
+def _read_header(source: Source, identity: ModelIdentity, name: BlockName, trust: TrustList) -> BlockHeader:
     """Reads a block's header as a client does. Raises KvcdnError."""
-    if source is None:
-        return
     what = f"block {name.address}"
     reader = source.open(block_key(identity.tag, name.address), ranged=True)
     try:
@@ -229,70 +286,23 @@ def _check_header(source: Source | None, identity: ModelIdentity, name: BlockNam
         reader.close()
     trust.require(header.publisher, what)
     header.require(identity, name, what)
+    return header
 
 
 def _is_naming(step: Step) -> bool:
     return step.fix.cause in (Cause.NAMESPACE, Cause.PRECISION, Cause.LAYOUT, Cause.REVISION)
 
 
-def _with_identity(surroundings: Surroundings, identity: ModelIdentity) -> Surroundings:
-    return replace(surroundings, identities=[identity, *surroundings.identities])
+def _seams(spelling: Spelling, tokens: int, block_tokens: int) -> list[int]:
+    """Where a document may end in the block behind the first `tokens` tokens: the ends of lines, longest first."""
+    known = {len(spelling.token_ids), *spelling.prompt.boundaries}
+    begin, end = spelling.character(tokens), spelling.character(tokens + block_tokens)
+    ends = {spelling.tokens_before(match.start()) for match in _LINE_END.finditer(spelling.text, begin, end)}
+    ends |= {spelling.tokens_before(match.end()) for match in _LINE_END.finditer(spelling.text, begin, end)}
+    return sorted((each for each in ends - known if tokens < each < tokens + block_tokens), reverse=True)[:_SEAMS]
 
 
-def _framing_cause(view: View, theirs: View, spelling: Spelling, parted: Divergence) -> tuple[Cause, str]:
-    """The cause of a divergence, where it lies in how the two readings make tokens, and not in their texts."""
-    chats = [isinstance(each.content, Conversation) for each in (view, theirs)]
-    if chats[0] != chats[1] or (not chats[0] and view.form is not theirs.form):
-        names = ["a conversation" if chat else str(each.form) for chat, each in zip(chats, (view, theirs), strict=True)]
-        return Cause.CHAT_TEMPLATE, f"{names[0]} here, {names[1]} there"
-    if view.special is not theirs.special and parted.token <= 1:
-        return Cause.BOS, f"{view.special} here, {theirs.special} there"
-    if isinstance(view.content, Conversation) and isinstance(theirs.content, Conversation):
-        framing = _tools_cause(view, theirs.content, spelling, parted.token) or _roles_cause(
-            view, theirs.content, spelling, parted.token
-        )
-        if framing is not None:
-            return framing
-    return parted.cause, parted.detail
-
-
-def _first_change(view: View, content: Conversation, spelling: Spelling) -> int | None:
-    """The first token that other content changes; None where the template refuses it."""
-    try:
-        return common_length(spelling.token_ids, replace(view, content=content).spell().token_ids)
-    except UsageError:
-        return None
-
-
-def _roles_cause(view: View, theirs: Conversation, spelling: Spelling, token: int) -> tuple[Cause, str] | None:
-    """How roles differ, where our prompt with their roles does not part from ours before they do."""
-    ours = view.content
-    if not isinstance(ours, Conversation):
-        return None
-    roles = [message["role"] for message in theirs.messages]
-    messages = [{**message, "role": role} for message, role in zip(ours.messages, roles, strict=False)]
-    content = replace(ours, messages=(*messages, *ours.messages[len(messages) :]))
-    if _first_change(view, content, spelling) != token:
-        return None
-    index = next(index for index, role in enumerate(roles) if role != ours.messages[index]["role"])
-    return (
-        Cause.CHAT_TEMPLATE,
-        f"message {index + 1} is a {ours.messages[index]['role']} message here, a {roles[index]} message there",
-    )
-
-
-def _tools_cause(view: View, theirs: Conversation, spelling: Spelling, token: int) -> tuple[Cause, str] | None:
-    """How tools differ, where our prompt with their tools does not part from ours before they do."""
-    ours = view.content
-    if not isinstance(ours, Conversation) or list(map(repr, ours.tools)) == list(map(repr, theirs.tools)):
-        return None
-    if _first_change(view, replace(ours, tools=theirs.tools), spelling) != token:
-        return None
-    if ours.tools == theirs.tools:
-        return Cause.KEY_ORDER, "the keys of the tools are in another order"
-    if sorted(map(repr, ours.tools)) == sorted(map(repr, theirs.tools)):
-        return Cause.TOOL_ORDER, "the same tools are in another order"
-    return Cause.TOOLS, f"{len(ours.tools)} tools here, {len(theirs.tools)} there, and not the same"
+_LINE_END = re.compile(r"\s*\n\s*")
 
 
 def _suspect(found: Explanation, view: View, spelling: Spelling) -> None:

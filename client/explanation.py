@@ -66,6 +66,8 @@ class Explanation:
     departure: Departure | None = None
     findings: list[Finding] = field(default_factory=list)
     document: Manifest | None = None
+    complete: bool = True
+    """False where the source was too slow to try every reading of the prompt."""
 
     @property
     def proved(self) -> bool:
@@ -90,6 +92,7 @@ class Explanation:
             "tokens_published": self.published,
             "block_tokens": self.identity.layout.block_tokens,
             "covered": self.covered,
+            "complete": self.complete,
             "leaves": self.departure.to_json() if self.departure else None,
             "document": {"address": str(document.address), "label": document.label, "tokens": document.tokens}
             if document

@@ -55,6 +55,8 @@ class Search:
         self._shelf = shelf
         self._surroundings = surroundings
         self._deadline = time.monotonic() + _SECONDS
+        self.complete = True
+        """False where time was up before every reading was tried."""
 
     def prove(self, view: View, spelling: Spelling, reach: Reach) -> Proof:
         """Follows the fixes that reach beyond `reach`, the best of each round first. Raises what the source raises."""
@@ -96,6 +98,7 @@ class Search:
 
     def _reach(self, view: View) -> int:
         if time.monotonic() > self._deadline:
+            self.complete = False
             return 0
         try:
             spelling = view.spell()

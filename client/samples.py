@@ -22,6 +22,9 @@ class Conversation:
 
 Content = str | Conversation
 
+MAX_PROMPT_CHARACTERS = 8 << 20
+"""Some two million tokens, more than nearly any model reads; tokens with their places in the text take memory."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -46,7 +49,7 @@ def read_samples(name: str, text: str) -> list[Sample]:
             return _from_value(name, _parse(text, name))
         except UsageError:
             return _read_lines(name, text)
-    return [Sample(name, text)]
+    return [_sample(name, text, len(text))]
 
 
 def read_sample(name: str, text: str) -> Sample:
@@ -76,7 +79,7 @@ def _parse(text: str, what: str) -> Any:
 
 def _from_value(name: str, value: Any) -> list[Sample]:
     if isinstance(value, list) and value and all(_is_message(item) for item in value):
-        return [Sample(name, Conversation(tuple(value)))]
+        return [_chat(name, value, [])]
     if isinstance(value, list) and value and not any(isinstance(item, list) for item in value):
         return [sample for index, item in enumerate(value[:MAX_SAMPLES], 1) for sample in _from_value(f"{name}[{index}]", item)]
     if isinstance(value, dict):
@@ -84,12 +87,25 @@ def _from_value(name: str, value: Any) -> list[Sample]:
         if isinstance(messages, list) and messages and all(_is_message(item) for item in messages):
             if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
                 raise UsageError(f"{name}: its tools are not a list of objects")
-            return [Sample(name, Conversation(tuple(messages), tuple(tools)))]
+            return [_chat(name, messages, tools)]
         if isinstance(value.get("prompt"), str) and value["prompt"]:
-            return [Sample(name, value["prompt"])]
+            return [_sample(name, value["prompt"], len(value["prompt"]))]
     raise UsageError(
         f"{name} is not a prompt", hint='a prompt is {"messages": [{"role": "system", "content": "..."}, ...], "tools": [...]}'
     )
+
+
+def _chat(name: str, messages: list[Any], tools: list[Any]) -> Sample:
+    return _sample(name, Conversation(tuple(messages), tuple(tools)), len(json.dumps([messages, tools], ensure_ascii=False)))
+
+
+def _sample(name: str, content: Content, characters: int) -> Sample:
+    if characters > MAX_PROMPT_CHARACTERS:
+        raise UsageError(
+            f"{name} has {characters:,} characters, and prompts of at most {MAX_PROMPT_CHARACTERS:,} are looked at",
+            hint="the front is what matters: cut it off behind what should be shared",
+        )
+    return Sample(name, content)
 
 
 def _is_message(value: Any) -> bool:

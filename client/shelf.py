@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from kvcdn.client.match import PublishedPrefix, find_published
+from kvcdn.client.match import PublishedPrefix, find_in_precisions, find_published
 from kvcdn.client.transport import Source
 from kvcdn.client.views import View
 from kvcdn.digest import Digest
-from kvcdn.errors import NotFoundError
+from kvcdn.errors import CorruptError, NotFoundError, UnavailableError
 from kvcdn.keys import Chain, ModelIdentity, manifest_key
 from kvcdn.manifest import MAX_MANIFEST_BYTES, Manifest, open_manifest
 from kvcdn.model.tokens import Spelling
@@ -32,6 +33,15 @@ class Shelf:
         self._by_seed: dict[tuple[Digest, Digest, str], list[Manifest]] = {}
         for manifest in self.manifests:
             self._by_seed.setdefault((manifest.fingerprint, manifest.layout.digest, manifest.precision), []).append(manifest)
+
+    def preferred(self, view: View, precisions: Sequence[str]) -> View:
+        """`view` in the one of a reader's `precisions` that a client would load; the first where a source cannot be asked."""
+        if self.source is not None and len(precisions) > 1:
+            with suppress(UnavailableError):
+                prompt = view.spell().prompt
+                identity, _ = find_in_precisions(self.source, view.identity, precisions, view.namespace, prompt)
+                return replace(view, identity=identity)
+        return replace(view, identity=replace(view.identity, precision=precisions[0]))
 
     def identities(self) -> list[ModelIdentity]:
         """The models, layouts and precisions of the manifests, each once."""
@@ -62,6 +72,14 @@ class Shelf:
                 best = Reach(tokens, manifest)
         return best
 
+    def ends(self, chain: Chain, ends: Iterable[int]) -> int:
+        """The first of `ends` (token counts) that has a published block which ends there; 0 for none. Raises KvcdnError."""
+        for end in ends:
+            last = chain.prefix(end).blocks[-1:]
+            if self.source is not None and self.source.match(chain.model.tag, [block.address for block in last]):
+                return end
+        return 0
+
     def document(self, chain: Chain, tokens: int) -> Manifest | None:
         """The manifest of exactly the first `tokens` tokens of `chain`, where there is one that can be read."""
         names = chain.prefix(tokens)
@@ -70,9 +88,9 @@ class Shelf:
             return found
         try:
             data = self.source.read(manifest_key(chain.model.tag, names.manifest_address), MAX_MANIFEST_BYTES)
-        except NotFoundError:
+            manifest = open_manifest(data, f"manifest {names.manifest_address}")
+        except (NotFoundError, CorruptError):  # blocks are used without it
             return None
-        manifest = open_manifest(data, f"manifest {names.manifest_address}")
         return manifest if manifest.address == names.manifest_address else None
 
 

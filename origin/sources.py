@@ -35,18 +35,33 @@ class Document:
     text: str
 
     def messages(self) -> list[dict[str, Any]]:
-        """The document as the opening of a chat: a JSON list of messages as it is, other text as a system message."""
-        if self.name.endswith(".json"):
-            try:
-                value = json.loads(self.text)
-            except ValueError as error:
-                raise UsageError(f"{self.name} is not JSON: {error}") from None
-            if isinstance(value, list) and value and all(_is_message(item) for item in value):
-                return value
-            raise UsageError(
-                f"{self.name} is not a chat", hint='with --chat a .json file holds [{"role": "system", "content": "..."}, ...]'
-            )
-        return [{"role": "system", "content": self.text}]
+        """The document as the opening of a chat: the messages of a JSON file as they are, other text as a system message."""
+        return self._chat()[0]
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The tools that a chat's templates write in front of its messages: those of a JSON file that is a request's body."""
+        return self._chat()[1]
+
+    def _chat(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        if not self.name.endswith(".json"):
+            return [{"role": "system", "content": self.text}], []
+        try:
+            value = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{self.name} is not JSON: {error}") from None
+        messages, tools = (value.get("messages"), value.get("tools") or []) if isinstance(value, dict) else (value, [])
+        if (
+            isinstance(messages, list)
+            and messages
+            and all(_is_message(item) for item in messages)
+            and isinstance(tools, list)
+            and all(isinstance(tool, dict) for tool in tools)
+        ):
+            return messages, tools
+        raise UsageError(
+            f"{self.name} is not a chat",
+            hint='with --chat a .json file holds [{"role": "system", "content": "..."}, ...], or such "messages" and "tools"',
+        )
 
 
 def list_documents(source: str) -> list[str]:

@@ -124,6 +124,30 @@ def test_messages_are_compared_with_what_was_published_with_chat(place):
     assert ("chat-template", "proved") == causes(as_text)[0]
 
 
+def test_a_published_request_with_tools_is_answered_and_explained(place):
+    """Tools are published in front of the messages; in another order they are another prompt."""
+    tools = [{"type": "function", "function": {"name": name}} for name in ("alpha", "beta")]
+    body = {"messages": [{"role": "system", "content": BASE}], "tools": tools}
+    opening, where = place.write("opening.json", json.dumps(body)), ["--origin", place.folder / "tools"]
+    published = place.run("publish", opening, "--model", place.model, *where, "--chat", "--json").json
+    ran = place.run("ask", opening, "Why?", "--model", place.model, *where, "--chat", "--max-tokens", "1", "--json")
+    assert published["tokens"] == ran.json["report"]["tokens_reused"]
+    turned = place.write("turned.json", json.dumps({**body, "tools": tools[::-1]}))
+    for against in ([], ["--against", opening]):
+        assert ("tool-order", "proved") == causes(place.explain(turned, *against, where=where))[0]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapter_is_part_of_what_is_asked_for(place):
+    """A document of the base model is another revision to a model with an adapter."""
+    from support.lora import tiny_adapter
+
+    adapter = tiny_adapter(place.folder / "adapter", place.model)
+    ran = place.explain(place.document, "--adapter", adapter)
+    assert (0, ("revision", "proved")) == (ran.code, causes(ran)[0])
+    assert place.published["tokens"] == ran.json["causes"][0]["reaches"]
+
+
 BAD = {
     "no file": (3, "missing.txt", None),
     "no text": (2, "bad.txt", b"\xff\xfe\x00bad"),

@@ -89,7 +89,7 @@ def test_equal_beginnings_do_not_differ(more):
     assert first_difference(FRONT, FRONT + more) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(max_size=80), st.text(max_size=80), st.text(max_size=40))
 def test_any_two_texts_have_a_first_difference_or_none(front, a, b):
     """The place is the first different character's, at the latest; behind the difference both sides may go on."""
@@ -118,7 +118,7 @@ def test_what_is_shown_is_one_printable_line(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["a" * 200_000, "1" * 200_000, "-" * 200_000, "0a" * 100_000, "a.b-" * 50_000, "/tmp/" * 40_000]
+    "text", ["a" * 100_000, "1" * 100_000, "-" * 100_000, "0a" * 50_000, "a.b-" * 25_000, "/tmp/" * 20_000]
 )
 def test_patterns_take_linear_time_on_hostile_text(text):
     """Counted, not timed: twice the text has about twice the finds, and the search ends."""

@@ -13,9 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcdn.client import Client, fixes
+from kvcdn.client import Client
 from kvcdn.client.causes import Cause, Certainty
 from kvcdn.client.divergence import find_divergence
+from kvcdn.client.explain import Explainer
+from kvcdn.client.explanation import Explanation
 from kvcdn.client.samples import Conversation
 from kvcdn.client.shelf import Shelf
 from kvcdn.client.surroundings import Surroundings, look_around
@@ -26,8 +28,10 @@ from kvcdn.keyring import create_namespace, load_namespace
 from kvcdn.keys import Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.model.fingerprint import fingerprint_checkpoint
 from kvcdn.model.tokens import spell_text
+from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from support.explained import BASE, Stage, checkpoint_with_tools, first_different
+from support.library import Library
 from support.tiny import TEXT
 
 ACCENTS = "R\u00e9sum\u00e9 of the caf\u00e9:\n" + BASE
@@ -182,11 +186,13 @@ def test_another_dtype_is_proved(stage):
     assert "float32" in found.findings[0].detail
 
 
-def test_another_precision_is_proved(stage, monkeypatch):
-    """Precisions to come have names of their own."""
+def test_another_precision_is_proved(stage):
+    """Each has names of its own; a reader who accepts both has no problem."""
     stage.publish(BASE)
-    monkeypatch.setattr(fixes, "PRECISIONS", ("native", "int8"))
     coarse = replace(stage.loaded.identity, precision="int8")
+    shelf = Shelf(StoreSource(stage.store))
+    assert stage.explain(shelf.preferred(stage.view(BASE), ("int8", "native"))).covered
+    assert coarse == shelf.preferred(stage.view(BASE), ("int8",)).identity
     found = stage.explain(replace(stage.view(BASE), identity=coarse))
     assert (Cause.PRECISION, Certainty.PROVED, 0) == (
         found.findings[0].cause,
@@ -355,10 +361,12 @@ def test_a_published_prompt_is_covered(stage):
     assert (len(ids), True) == (found.departure.token, found.departure.exact)
 
 
-def test_a_document_whose_end_the_prompt_does_not_know_is_proved_from_its_manifest(stage):
-    """The last block is found at a boundary only."""
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_document_whose_end_the_prompt_does_not_know_is_proved(stage, listed):
+    """The last block is found at a boundary only; from a manifest, or by looking at the ends of lines."""
     ids = stage.publish(BASE)
-    found = stage.explain(BASE + "\n\nIn short:", listed=True)
+    found = stage.explain(BASE + "\n\nIn short:", listed=listed)
+    assert (len(ids), True) == (found.departure.token, found.departure.exact)
     assert (Cause.BOUNDARY, 1024, len(ids)) == (found.findings[0].cause, found.findings[0].token, found.findings[0].reaches)
 
 
@@ -422,10 +430,80 @@ def test_a_damaged_block_is_proved(stage, block):
     assert (Cause.CORRUPT, name.start, name.start) == (found.findings[0].cause, found.findings[0].token, found.published)
 
 
+class Boaster(StoreSource):
+    """A source that claims to have every block but some."""
+
+    def __init__(self, store, but=()):
+        super().__init__(store)
+        self.but = but
+
+    def match(self, tag, addresses):
+        return next((index for index, address in enumerate(addresses) if address in self.but), len(addresses))
+
+
+@pytest.mark.parametrize("all_but_this", [False, True])
+def test_a_source_that_claims_what_it_has_not_proves_nothing(stage, all_but_this):
+    """What a match says is believed only where the block can be read."""
+    names = PrefixNames.of(stage.loaded.identity, Namespace.public(), stage.view(BASE).spell().token_ids)
+    found = stage.explain(BASE, source=Boaster(stage.store, {name.address for name in names.blocks} if all_but_this else ()))
+    assert (0, False) == (found.published, found.covered)
+    assert {Cause.NOT_PUBLISHED} == {each.cause for each in found.findings if each.certainty is Certainty.PROVED}
+
+
+class Counting(StoreSource):
+    """A source that counts the blocks of which something is read."""
+
+    opened = 0
+
+    def open(self, key, *, ranged):
+        self.opened += 1
+        return super().open(key, ranged=ranged)
+
+
+@pytest.mark.parametrize("good", [0, 1, 23, 38, 40])
+def test_few_headers_of_a_long_prompt_are_read_and_the_first_bad_block_is_found(stage, good):
+    """The blocks behind the bad one are by the same publisher: as after a change of keys."""
+    library = Library(stage.store)
+    other = Library(stage.store, model=library.model)
+    if good:
+        library.publish(tuple(range(1, good + 1)))
+    other.publish(tuple(range(1, 41)))
+    length, source = library.model.layout.block_tokens, Counting(stage.store)
+    names = library.names(tuple(range(1, 41))).blocks
+    view = replace(stage.view("x"), identity=library.model)
+    explanation = Explanation("", library.model, "public", 40 * length)
+    published = Explainer(Shelf(source), TrustList.of(library.key.public))._trusted(explanation, view, names)
+    assert good * length == published
+    assert ([Cause.UNTRUSTED] if good < 40 else []) == [each.cause for each in explanation.findings]
+    assert source.opened <= 8 + 5 + 1
+
+
+def test_a_damaged_manifest_beside_sound_blocks_is_no_cause(stage):
+    """Clients do not read it."""
+    ids = stage.publish(BASE)
+    key = manifest_key(stage.loaded.identity.tag, stage.manifests()[0].address)
+    stage.store.delete(key)
+    stage.store.create(key, [b"damaged"])
+    found = stage.explain(BASE)
+    assert (len(ids), True, []) == (found.published, found.covered, found.findings)
+
+
 def test_a_source_that_is_down_is_the_cause(stage):
     """Nothing else can be told."""
     found = stage.explain(BASE, source=EdgeSource("http://127.0.0.1:9"))
     assert (Cause.UNAVAILABLE, Certainty.PROVED) == (found.findings[0].cause, found.findings[0].certainty)
+
+
+def test_a_lossy_cache_that_is_not_good_enough_is_named(stage):
+    """By its certificate, which the block's header carries."""
+    coarse = replace(stage.view(BASE), identity=replace(stage.loaded.identity, precision="int4"))
+    ids = coarse.spell().token_ids
+    Publisher(stage.loaded, stage.store, stage.key).publish(ids, precision="int4")
+    shelf = Shelf(StoreSource(stage.store))
+    trust = TrustList.of(stage.key.public)
+    assert Explainer(shelf, trust).explain(coarse).covered
+    found = Explainer(shelf, trust, max_kl=0.0).explain(coarse)
+    assert (Cause.QUALITY, Certainty.PROVED, 0) == (found.findings[0].cause, found.findings[0].certainty, found.published)
 
 
 def test_a_prompt_shorter_than_a_block_is_likely_too_short(stage):

@@ -58,6 +58,15 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.txt", "x" * (8 << 20) + "x"), ("a.json", json.dumps([{"role": "user", "content": "x" * (8 << 20)}]))]
+)
+def test_a_prompt_that_is_too_long_is_refused(name, text):
+    """Tokens with their places take memory."""
+    with pytest.raises(UsageError, match=r"a\..* characters"):
+        read_samples(name, text)
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_no_prompt_is_refused(case):
     """With its name in the message, and never another error."""

@@ -63,12 +63,25 @@ def test_a_chat_file_holds_messages(tmp_path):
     chat = tmp_path / "chat.json"
     chat.write_text('[{"role": "user", "content": "hi"}]')
     assert [{"role": "user", "content": "hi"}] == read_document(str(chat)).messages()
+    assert [] == read_document(str(chat)).tools()
     chat.write_text('{"role": "user"}')
     with pytest.raises(UsageError, match="not a chat"):
         read_document(str(chat)).messages()
     plain = tmp_path / "plain.txt"
     plain.write_text("rules")
     assert [{"role": "system", "content": "rules"}] == read_document(str(plain)).messages()
+
+
+def test_a_request_holds_messages_and_tools(tmp_path):
+    """As clients send it; tools that are none are refused."""
+    request = tmp_path / "request.json"
+    request.write_text('{"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}')
+    read = read_document(str(request))
+    assert ([{"role": "user", "content": "hi"}], [{"type": "function"}]) == (read.messages(), read.tools())
+    for broken in ('{"messages": []}', '{"messages": [{"role": "user", "content": "hi"}], "tools": ["x"]}', "[" * 100_000):
+        request.write_text(broken)
+        with pytest.raises(UsageError):
+            read_document(str(request)).tools()
 
 
 def test_a_closed_port_is_unavailable():

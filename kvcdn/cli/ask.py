@@ -62,7 +62,7 @@ def ask(
     from kvcdn.origin.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
 
     read = read_document(document)
-    content = read.messages() if chat else read.text
+    content, tools = (read.messages(), read.tools()) if chat else (read.text, None)
     source, trusted = open_source(edge, origin, endpoint, token), trust_list(trust)
     quiet_libraries()
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
@@ -72,7 +72,8 @@ def ask(
     if not local:
         options["local_store"] = None
     with Client.load(model, source, device=device, adapters=adapter or (), **options) as client:
-        answer = client.ask(content, question, max_new_tokens=max_tokens, do_sample=False)
+        prompt = client.question(content, question, tools=tools)
+        answer = client.generate(prompt, max_new_tokens=max_tokens, do_sample=False)
     if as_json:
         print_json({"answer": answer.text, "token_ids": list(answer.token_ids), "report": answer.report.to_json()})
     else:

@@ -17,9 +17,11 @@ from kvcdn.cli.options import (
     Chat,
     Edge,
     Endpoint,
+    MaxKl,
     Model,
     NamespaceName,
     Origin,
+    Precisions,
     Token,
     TrustFile,
     open_origin,
@@ -62,6 +64,8 @@ def explain(
     token: Token = None,
     namespace: NamespaceName = None,
     trust: TrustFile = None,
+    precision: Precisions = "native",
+    max_kl: MaxKl = None,
     *,
     chat: Chat = False,
     as_json: AsJson = False,
@@ -81,6 +85,7 @@ def explain(
     from kvcdn.client.surroundings import look_around  # noqa: PLC0415
     from kvcdn.client.views import Form, View  # noqa: PLC0415
     from kvcdn.keyring import load_distrust, load_namespace  # noqa: PLC0415
+    from kvcdn.keys import read_precisions  # noqa: PLC0415
     from kvcdn.model.identity import identify_model  # noqa: PLC0415
 
     content = read_sample(read.name, read.text).content
@@ -91,6 +96,7 @@ def explain(
     form = Form.SYSTEM if chat else Form.TEXT
     view = View(content, known.tokenizer, known.identity, space, form, answer_follows=True)
     shelf = Shelf(source, _survey(store, known.identity))
+    view = shelf.preferred(view, read_precisions(precision))
     reference: View | Manifest | None = None
     if against is not None:
         reference = _manifest(against, source, store, known.identity)
@@ -98,8 +104,8 @@ def explain(
             # What a conversation is compared with was probably published as one; the other form is tried, too.
             form = Form.SYSTEM if chat or isinstance(content, Conversation) else Form.TEXT
             reference = replace(view, content=_document(against), form=form, answer_follows=False)
-    around = look_around(known.identity, shelf, known.folder)
-    explanation = Explainer(shelf, trusted, around).explain(view, reference)
+    around = look_around(view.identity, shelf, known.folder)
+    explanation = Explainer(shelf, trusted, around, max_kl).explain(view, reference)
     source.close()
     if as_json:
         print_json({"prompt": read.name, **explanation.to_json()})
@@ -197,6 +203,8 @@ def _print(name: str, found: Explanation) -> None:
     elif found.covered:
         rows.append(("covered", "every whole block of it is published"))
     print_pairs(rows)
+    if not found.complete:
+        print_text("\nthe source is slow: not every usual mistake was tried")
     for finding in found.findings:
         at = "" if finding.token is None else f" from token {finding.token:,}"
         then = "" if finding.reaches is None else f" (then {finding.reaches:,} tokens are published)"

@@ -194,7 +194,7 @@ def encode_document(loaded: LoadedModel, document: Document, *, chat: bool) -> t
     from kvcdn.model.tokens import encode_chat, encode_text  # noqa: PLC0415 - see kvcdn.cli
 
     if chat:
-        return encode_chat(loaded.tokenizer, document.messages(), answer_follows=False).token_ids
+        return encode_chat(loaded.tokenizer, document.messages(), answer_follows=False, tools=document.tools()).token_ids
     return encode_text(loaded.tokenizer, document.text).token_ids
 
 

@@ -52,6 +52,10 @@ class Spelling:
         """Where token `token` begins; behind the last token, the text's end."""
         return self.starts[token] if token < len(self.starts) else len(self.text)
 
+    def tokens_before(self, character: int) -> int:
+        """How many leading tokens begin before `character`."""
+        return bisect_left(self.starts, character)
+
     def token(self, character: int) -> int:
         """The first of the tokens in which `character` of the text lies: one character may take several."""
         last = max(bisect_right(self.starts, character) - 1, 0)
