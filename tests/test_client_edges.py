@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcdn.client import edges as edges_module
-from kvcdn.client import patience
+from kvcdn.client import patience, tries
 from kvcdn.client.edges import HEDGES_SAVED, Edge, EdgeGroup
 from kvcdn.client.health import LEFT_OUT_SECONDS, LONGEST_LEFT_OUT_SECONDS, OPEN_FAILURES, TRIAL_SECONDS, Health
 from kvcdn.client.patience import LONGEST_PAUSE_SECONDS, RETRIES_ALWAYS, SICK_SECONDS, Patience
@@ -345,8 +345,9 @@ def test_a_missing_object_is_missing_on_all_edges(store):
 
 @pytest.mark.parametrize("fault", ["refusing", "silent", "cut in the body", "503"])
 @pytest.mark.parametrize("ranged", [False, True])
-def test_an_origin_among_the_sources_serves_what_no_edge_can(store, tmp_path, fault, ranged):
+def test_an_origin_among_the_sources_serves_what_no_edge_can(store, tmp_path, monkeypatch, fault, ranged):
     """From where the edges broke off on."""
+    monkeypatch.setattr(tries, "TRIES", 1)
     origin = FolderStore(tmp_path)
     origin.create(KEY, [DATA])
     with two_links(store) as links:

@@ -37,6 +37,12 @@ def _no_proxy(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    """Pauses between tries take time and prove nothing."""
+    monkeypatch.setattr("kvcdn.client.patience.PAUSE_SECONDS", 0.005)
+
+
 @pytest.fixture
 def web():
     store = MemoryStore()

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvcdn.client import patience
+from kvcdn.client import patience, tries
 from kvcdn.client.source import probe_lead
 from kvcdn.client.transport import EdgeSource, StoreSource
 from kvcdn.digest import Digest, ModelTag
@@ -31,6 +31,12 @@ STALL = 0.12
 def _short_pauses(monkeypatch):
     """Pauses between tries take time and prove nothing."""
     monkeypatch.setattr(patience, "PAUSE_SECONDS", 0.005)
+
+
+@pytest.fixture
+def few_tries(monkeypatch):
+    """What fails for ever need not fail five times to show it."""
+    monkeypatch.setattr(tries, "TRIES", 2)
 
 
 @pytest.fixture
@@ -89,7 +95,7 @@ def test_what_fails_a_few_times_is_tried_again(store, fault, ranged, times):
 
 @pytest.mark.parametrize("fault", ONCE)
 @pytest.mark.parametrize("ranged", [False, True])
-def test_what_fails_for_ever_ends_in_a_typed_error(store, fault, ranged):
+def test_what_fails_for_ever_ends_in_a_typed_error(store, few_tries, fault, ranged):
     """Unless each connection brings something, when all of it arrives in the end."""
     with running_web(store) as web, faulty_link(web.port) as link, contextlib.closing(edge(link.url)) as source:
         link.inject(ONCE[fault], times=100_000)
@@ -104,9 +110,9 @@ def test_a_broken_body_goes_on_where_it_broke_off(store):
         link.inject(Fault(pass_bytes=500_000))
         assert DATA == read_all(source)
         first, second = (headers.get("Range", "") for _, _, headers in web.requests)
-        assert ("", True) == (first, second.startswith("bytes="))
-        head = link.bytes_passed - len(DATA)
-        assert 0 < head < 1000
+        start = int(second.removeprefix("bytes=").removesuffix("-"))
+        # What passed before was the head as well.
+        assert ("", True) == (first, 499_000 < start < 500_000)
 
 
 def test_a_connection_that_is_refused_at_first_is_tried_again(store, monkeypatch):
@@ -217,7 +223,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 @pytest.mark.parametrize("ranged", [False, True])
-def test_a_hostile_answer_ends_in_a_typed_error(case, ranged):
+def test_a_hostile_answer_ends_in_a_typed_error(few_tries, case, ranged):
     """Of any form, in bounded time and memory."""
     with scripted(HOSTILE[case]) as server, contextlib.closing(edge(server.url)) as source:
         with pytest.raises((UnavailableError, CorruptError)):
@@ -226,7 +232,7 @@ def test_a_hostile_answer_ends_in_a_typed_error(case, ranged):
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_answer_to_a_match_ends_in_a_typed_error(case):
+def test_a_hostile_answer_to_a_match_ends_in_a_typed_error(few_tries, case):
     """The lookup comes from the same edge."""
     expected = pytest.raises((UnavailableError, CorruptError))
     with scripted(HOSTILE[case]) as server, contextlib.closing(edge(server.url)) as source, expected:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -47,7 +48,8 @@ def measure_ttft(
 
     Each round takes stock prefill, edge, local store and floor in turn, the floor from token ids and a cache in memory, the
     others from the text. `wire_bytes` are object bytes fetched in one edge run, without HTTP's own. `local_first_s` is what a
-    process needs to check and map what another has kept, `local_again_s` for each further prompt.
+    process needs to check and map what another has kept, `local_again_s` for each further prompt. `client_cpu_s_per_gb` is the
+    client's processor time for a fetch, by the bytes fetched.
     """
     with running_rig(model, document, tokens, progress, device=device) as rig:
         tell("a first fetch, in a process of its own, to see how much memory it takes")
@@ -60,7 +62,7 @@ def measure_ttft(
         prepared = rig.client.prepare(rig.client.question(rig.document, QUESTION))
         samples: dict[str, list[float]] = {"prefill": [], "edge": [], "local": [], "floor": []}
         firsts: set[tuple[int, ...]] = set()
-        reports = []
+        reports, cpu_s_per_gb = [], []
         for run in range(runs):
             tell(f"round {run + 1} of {runs}")
             stock = stock_answer(rig.client, rig.document, QUESTION, 1)
@@ -73,6 +75,7 @@ def measure_ttft(
             samples["floor"].append(floor.first_token_s)
             firsts |= {stock.token_ids, answer.token_ids, local.token_ids, floor.token_ids}
             reports.append(answer.report)
+            cpu_s_per_gb.append(fetch_cpu_s_per_gb(rig))
         tell("prefilling once more on the publisher's schedule, to compare every bit")
         prefill, edge, local_s, floor_s = (statistics.median(values) for values in samples.values())
         return {
@@ -94,6 +97,7 @@ def measure_ttft(
             "first_tokens_equal": len(firsts) == 1,
             "fetch_peak_bytes": peak,
             "fetch_peak_over_kv": None if peak is None else round(peak / reports[-1].bytes_raw, 3),
+            "client_cpu_s_per_gb": round(statistics.median(cpu_s_per_gb), 3),
             "edge_resident_bytes": rig.edge.resident_bytes("VmHWM"),
             "runs": runs,
             "samples_s": {name: [round(value, 4) for value in values] for name, values in samples.items()},
@@ -180,6 +184,14 @@ def fetch_peak(model: str, rig: Rig) -> int | None:
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_peak_in_this_process, model, rig.edge.url, tuple(rig.client.trust.names), rig.document).result()
+
+
+def fetch_cpu_s_per_gb(rig: Rig) -> float:
+    """Processor seconds of this process, all threads, per 10^9 object bytes fetched, verified and decoded; not the edge's."""
+    prompt = rig.client.question(rig.document, QUESTION)
+    before = time.process_time()
+    report = rig.client.prepare(prompt).report
+    return (time.process_time() - before) / report.bytes_fetched * 1e9
 
 
 def local_load(model: str, rig: Rig) -> tuple[float, float]:
