@@ -250,6 +250,8 @@ class Race:
     def _compute_next(self, fetch: PrefixFetch) -> None:
         """Computes the first block that is not there, unless it arrives meanwhile or something else gets better."""
         index = fetch.usable()
+        if index == len(fetch.deliveries):  # the last of them has arrived since the decision
+            return
         delivery, name = fetch.deliveries[index], self._blocks[index]
         if self._prefill is None:
             layout = self._loaded.identity.layout

@@ -44,7 +44,7 @@ class SlowLink:
     def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
         return self._source.match(tag, addresses)
 
-    def open(self, key: str, *, ranged: bool) -> ObjectReader:
+    def open(self, key: str, *, ranged: bool) -> _Reader:
         with self._lock:
             self.readers += 1
         return _Reader(self, self._source.open(key, ranged=ranged))
@@ -54,6 +54,9 @@ class SlowLink:
 
     def link(self) -> LinkEstimate:
         return self._known
+
+    def session(self, limit_s: float | None = None) -> SlowSession:
+        return SlowSession(self)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -93,6 +96,30 @@ class SlowLink:
     def closed(self) -> None:
         with self._lock:
             self.readers -= 1
+
+
+class SlowSession:
+    """The link for one prompt."""
+
+    def __init__(self, link: SlowLink) -> None:
+        self._link = link
+        self._readers: list[_Reader] = []
+        self.url, self.match, self.read, self.link = link.url, link.match, link.read, link.link
+
+    def open(self, key: str, *, ranged: bool) -> ObjectReader:
+        reader = self._link.open(key, ranged=ranged)
+        self._readers.append(reader)
+        return reader
+
+    def session(self, limit_s: float | None = None) -> SlowSession:
+        return SlowSession(self._link)
+
+    def abort(self) -> None:
+        for reader in self._readers:
+            reader.abort()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class _Reader:
