@@ -20,10 +20,13 @@ class Prepared:
     cache: Cache | None
     report: Report
     _argument: str = "past_key_values"
+    left_out: int = 0
+    """Leading tokens that `inputs` leaves out: those of a cache of states alone, which the library cannot count."""
 
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments for `model.generate`. Use them once: decoding grows the cache."""
-        inputs: dict[str, Any] = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+        ids, mask = (tensor[:, self.left_out :] for tensor in (self.input_ids, self.attention_mask))
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
         return inputs if self.cache is None else {**inputs, self._argument: self.cache}
 
 

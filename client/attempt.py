@@ -101,7 +101,8 @@ class Attempt:
 
     def _explain_short_match(self) -> None:
         # The first boundary is the end of the document, or of a chat's opening message.
-        report, offered = self.report, min(self.prompt.boundaries, default=1)
+        report, first = self.report, min(self.prompt.boundaries, default=1)
+        offered = self._loaded.identity.layout.document_end(first)
         if report.reason is None and self._published.tokens < offered:
             report.reason = MissReason.NOT_PUBLISHED
             report.detail = (

@@ -20,6 +20,7 @@ from kvcdn.client.generation import Generation
 from kvcdn.client.report import Report
 from kvcdn.errors import UsageError
 from kvcdn.model.cache import cache_argument
+from kvcdn.model.states import WithStates
 from kvcdn.model.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ def run_batch(client: Client, rows: Sequence[Row], started: float, options: Mapp
     generation = Generation(client.model, client.tokenizer, rows[0].prompt, options)
     if generation.copies > 1:
         raise UsageError("a batch has one sequence a prompt", hint="ask for several sequences of one prompt")
+    if any(isinstance(layer, WithStates) for row in rows if row.cache is not None for layer in row.cache.layers):
+        raise UsageError(
+            f"the cache of {client.model.config.model_type} has layers with states, which padding would change",
+            hint="ask one after the other",
+        )
     length = max(len(row.prompt.token_ids) for row in rows)
     pads = [length - len(row.prompt.token_ids) for row in rows]
     loaded_to = min(pad + row.cached for pad, row in zip(pads, rows, strict=True))

@@ -18,8 +18,9 @@ from kvcdn.client.prefix import ModelState, common_length, completed, reaches
 from kvcdn.client.report import Report
 from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.errors import UnsupportedModelError, UsageError
-from kvcdn.model.cache import build_cache
-from kvcdn.model.layers import CacheLayer, TokenMajorLayer
+from kvcdn.model.cache import CacheLayer, build_cache
+from kvcdn.model.layers import TokenMajorLayer
+from kvcdn.model.states import WithStates
 from kvcdn.model.tokens import Messages, Prompt, encode_chat
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class Conversation:
 
     def _keep(self, cache: Cache, token_ids: Sequence[int]) -> None:
         """Keeps the cache of `token_ids`, as far as it was read: the last token of an answer was not."""
+        if any(isinstance(layer, WithStates) for layer in cache.layers):
+            return  # it cannot be cut back to where the next prompt leaves this one
         length = cache.get_seq_length()
         layers: list[CacheLayer] = list(cache.layers)
         if all(layer.get_seq_length() == length for layer in layers if isinstance(layer, TokenMajorLayer)):

@@ -15,8 +15,10 @@ from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import CorruptError, QualityError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.layout import Layout
-from kvcdn.model.layers import CacheLayer
+from kvcdn.model.cache import CacheLayer
+from kvcdn.model.layers import TORCH_DTYPES
 from kvcdn.model.prefill import tensor_bytes
+from kvcdn.model.states import WithStates
 from kvcdn.seal import ObjectKeys
 from kvcdn.signing import TrustList
 
@@ -30,23 +32,29 @@ _HEADER_BYTES_PER_LAYER = 640
 """What a header has for each layer, two parts and four hashes and numbers, rounded up."""
 
 
-def layers_to_read(layout: Layout, name: BlockName, first_needed: Sequence[int]) -> list[bool]:
-    """Of which layers the block `name` is wanted by a reader who needs rows from `first_needed` on."""
+def layers_to_read(layout: Layout, name: BlockName, first_needed: Sequence[int], *, states: bool) -> list[bool]:
+    """Of which layers the block `name` is wanted by a reader who needs rows from `first_needed` on, and its `states` or not."""
     wanted: list[bool] = []
     for spec, first in zip(layout.layers, first_needed, strict=True):
         # The few bytes of a layer that keeps nothing are read where the layer before it is, rather than passed over.
-        wanted.append(name.end > first if spec.tensors else bool(wanted) and wanted[-1])
+        rows = name.end > first if spec.tensors else bool(wanted) and wanted[-1]
+        wanted.append(states if spec.states and not spec.tensors else rows)
     return wanted
 
 
 @dataclass(frozen=True)
 class Order:
-    """What all blocks of a fetch have in common: where they come from, and what is taken."""
+    """What all blocks of a fetch have in common: where they come from, and what is taken.
+
+    `last` is the index of the last block, whose states go into the layers; `whole` keeps those of the others, too.
+    """
 
     source: Source
     model: ModelIdentity
     trust: TrustList
     max_kl: float | None = None
+    last: int = -1
+    whole: bool = False
 
 
 class Delivery:
@@ -74,6 +82,8 @@ class Delivery:
         self._reader: ObjectReader | None = None
         self._keys: ObjectKeys | None = None
         self._aside: list[list[torch.Tensor]] | None = None
+        self._earlier: dict[int, list[torch.Tensor]] = {}
+        self._checkpoint = order.model.layout.is_checkpoint(name.index, name.tokens)
         self._passing = self._worth_passing_over()
 
     # -- what is there -----------------------------------------------------------------------------------------------------
@@ -156,7 +166,7 @@ class Delivery:
 
     def _decode(self, header: BlockHeader, layer: int, stored: memoryview, scratch: bytearray) -> None:
         started = time.perf_counter()
-        places = self._rows(layer) if self._aside is None else self._aside[layer]
+        places = self.places(layer) if self._aside is None else self._aside[layer]
         on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
         if self._keys is None:
             raise RuntimeError("a layer is read before its header")
@@ -166,8 +176,25 @@ class Delivery:
                 place.copy_(tensor)
         self.decoding += time.perf_counter() - started
 
-    def _rows(self, layer: int) -> list[torch.Tensor]:
-        return self._layers[layer].rows(self.name.start, self.name.end) if self.wanted[layer] else []
+    def places(self, layer: int) -> list[torch.Tensor]:
+        """Where the tensors of a layer go, or, once it is complete, are: rows, and states where the block carries them."""
+        if not self.wanted[layer]:
+            return []
+        held = self._layers[layer]
+        rows = held.rows(self.name.start, self.name.end)
+        if not self._checkpoint or not isinstance(held, WithStates):
+            return rows
+        if self.name.index == self._order.last:
+            return rows + held.state_places()
+        return rows + self._earlier_states(layer)
+
+    def _earlier_states(self, layer: int) -> list[torch.Tensor]:
+        """Room for states that no later token reads."""
+        specs = self._order.model.layout.layers[layer].states
+        room = self._earlier.get(layer) or [torch.empty(spec.dims, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs]
+        if self._order.whole:
+            self._earlier[layer] = room
+        return room
 
     # -- beside a computation ----------------------------------------------------------------------------------------------
 
@@ -175,14 +202,14 @@ class Delivery:
         """From now on what arrives, and what has, is kept beside its rows, which somebody else is going to write."""
         with self._lock:
             if self._aside is None and any(self.wanted) and not self.computed:
-                self._aside = [[tensor.clone() for tensor in self._rows(layer)] for layer in range(len(self.wanted))]
+                self._aside = [[tensor.clone() for tensor in self.places(layer)] for layer in range(len(self.wanted))]
 
     def bring_back(self) -> None:
         """Puts what is aside into its rows, which nobody else writes any more."""
         with self._lock:
             for layer, tensors in enumerate(self._aside or ()):
                 if layer < self._next_layer:
-                    for place, tensor in zip(self._rows(layer), tensors, strict=True):
+                    for place, tensor in zip(self.places(layer), tensors, strict=True):
                         place.copy_(tensor)
             self._aside = None
 
@@ -223,7 +250,8 @@ class Delivery:
         """Whether what is not wanted of the block is so much at a stretch that ranges are better than one stream."""
         stretch = 0
         for spec, wants in zip(self._order.model.layout.layers, self.wanted, strict=True):
-            stretch = 0 if wants else stretch + spec.bytes_per_token * self.name.tokens
+            states = spec.state_bytes if self._checkpoint else 0
+            stretch = 0 if wants else stretch + spec.bytes_per_token * self.name.tokens + states
             if stretch >= SKIPPED_BYTES:
                 return True
         return False
@@ -240,4 +268,6 @@ class Delivery:
 
 def raw_bytes(layout: Layout, name: BlockName, wanted: Sequence[bool]) -> int:
     """Raw bytes of the block `name` in the layers that are `wanted`."""
-    return sum(spec.bytes_per_token for spec, wants in zip(layout.layers, wanted, strict=True) if wants) * name.tokens
+    specs = [spec for spec, wants in zip(layout.layers, wanted, strict=True) if wants]
+    states = sum(spec.state_bytes for spec in specs) if layout.is_checkpoint(name.index, name.tokens) else 0
+    return sum(spec.bytes_per_token for spec in specs) * name.tokens + states

@@ -87,14 +87,14 @@ class PrefixFetch:
         self._closed = False
         self._specs = specs = model.layout.layers
         needed = [0 if whole else spec.first_needed(length) for spec in specs]
-        wanted = [layers_to_read(model.layout, name, needed) for name in blocks]
+        wanted = [layers_to_read(model.layout, name, needed, states=whole or name is blocks[-1]) for name in blocks]
         starts = [min((n.start for n in blocks if wanted[n.index][index]), default=0) for index in range(len(specs))]
         self.layers = [
             make_layer(spec, capacity, length, device, partial(self.wait_layer, index), first=0 if beside else starts[index])
             for index, spec in enumerate(specs)
         ]
         self._read_from = starts
-        order = Order(self._source, model, trust, max_kl)
+        order = Order(self._source, model, trust, max_kl, blocks[-1].index if blocks else -1, whole)
         self.deliveries = [Delivery(order, name, wanted[name.index], self.layers) for name in blocks]
         self.started = time.perf_counter()
         self.seconds = 0.0
@@ -165,9 +165,12 @@ class PrefixFetch:
     def usable(self) -> int:
         """How many blocks from the front can be gone on from, by the model or by computing the next.
 
-        A shorter prefix has its windows elsewhere; where they begin before what was read, it is none.
+        A shorter prefix has its windows elsewhere; where they begin before what was read, it is none. States are those of the
+        last block.
         """
         count = next((one.name.index for one in self.deliveries if not one.complete), len(self.deliveries))
+        if count < len(self.deliveries) and any(spec.states for spec in self._specs):
+            return 0
         while count and not self._reaches(count):
             count -= 1
         return count

@@ -15,6 +15,7 @@ from kvcdn.client.options import check_options
 from kvcdn.client.report import Report
 from kvcdn.client.streaming import PieceStreamer
 from kvcdn.model.cache import cache_argument
+from kvcdn.model.states import StateLayer
 from kvcdn.model.tokens import Prompt
 
 
@@ -55,12 +56,16 @@ class Generation:
             prepared.cache.batch_repeat_interleave(self.copies)
         with torch.inference_mode():
             output: torch.Tensor = self._model.generate(**prepared.inputs(), **self._options)
-        return output
+        left_out = prepared.input_ids[:, : prepared.left_out].expand(output.shape[0], -1)
+        return torch.cat([left_out, output], dim=1)
 
     def inputs(self, cache: Cache | None, report: Report) -> Prepared:
         """Ids and mask of the whole prompt beside `cache`."""
         ids = torch.tensor([self.prompt.token_ids], dtype=torch.long, device=self._model.device)
-        return Prepared(ids, torch.ones_like(ids), cache, report, cache_argument(self._model.forward))
+        # The library cannot ask a cache of states alone how many tokens it has seen, and would read all of them again.
+        uncounted = cache is not None and all(isinstance(layer, StateLayer) for layer in cache.layers)
+        left_out = report.tokens_reused if uncounted else 0
+        return Prepared(ids, torch.ones_like(ids), cache, report, cache_argument(self._model.forward), left_out)
 
     def answer(self, output: torch.Tensor, report: Report) -> Answer:
         """What generate() wrote behind the prompt."""

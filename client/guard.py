@@ -14,14 +14,16 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvcdn.errors import UsageError
+from kvcdn.model.states import StateLayer
 
 _MARK = "_kvcdn_prompt"
 _HINT = "pass prepared.inputs() to generate() as they are, once"
 
 
 def mark(cache: Cache, token_ids: tuple[int, ...]) -> None:
-    """Says that `cache` belongs to the prompt `token_ids`."""
-    setattr(cache, _MARK, token_ids)
+    """Says that `cache` belongs to the prompt `token_ids`; one of states alone cannot tell how much of it it has seen."""
+    if not all(isinstance(layer, StateLayer) for layer in cache.layers):
+        setattr(cache, _MARK, token_ids)
 
 
 def watch(model: PreTrainedModel) -> RemovableHandle:

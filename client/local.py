@@ -20,8 +20,8 @@ from kvcdn.block import BlockHeader
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.errors import CorruptError, KvcdnError
 from kvcdn.keys import BlockName, Chain, ModelIdentity
-from kvcdn.model.cache import make_layer
-from kvcdn.model.layers import TORCH_DTYPES, CacheLayer
+from kvcdn.model.cache import CacheLayer, make_layer
+from kvcdn.model.layers import TORCH_DTYPES
 from kvcdn.model.prefill import tensor_bytes
 from kvcdn.prefixfile import KINDS, ROOM_TOKENS, HeldBlock, Place, PrefixFile, PrefixVerifier, open_prefix_file
 from kvcdn.signing import TrustList
@@ -259,7 +259,7 @@ def _tensors(mapped: MappedFile, places: Sequence[Place], tokens: int, device: t
 
 def _holds(model: ModelIdentity) -> bool:
     """Whether a prefix file can hold this model's layers."""
-    return {spec.kind for spec in model.layout.layers} <= KINDS
+    return {spec.kind for spec in model.layout.layers} <= KINDS and not model.layout.state_bytes
 
 
 def _write(store: LocalStore, prefix: FetchedPrefix) -> bool:

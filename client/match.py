@@ -46,11 +46,14 @@ def find_in_precisions(
 def find_published(source: Source, chain: Chain, boundaries: tuple[int, ...]) -> PublishedPrefix:
     """The longest prefix of `chain` at `source` that ends on a whole block or on one of the `boundaries` (token counts).
 
-    In the common case, a published document before a question, this is one request.
+    In the common case, a published document before a question, this is one request. With a layout that has states, it ends
+    at a checkpoint and before the prompt's last token.
     """
-    length = chain.block_tokens
-    whole_end = chain.tokens // length * length
-    ends = sorted({end for end in boundaries if 0 < end <= chain.tokens}, reverse=True)
+    length, layout = chain.block_tokens, chain.model.layout
+    readable = chain.tokens - 1 if layout.state_bytes else chain.tokens
+    whole_end = layout.usable_blocks(readable // length) * length
+    published_ends = (layout.document_end(boundary) for boundary in boundaries if boundary <= chain.tokens)
+    ends = sorted({end for end in published_ends if end > 0}, reverse=True)
     longest = ends[0] if ends else whole_end
     if not longest:
         return PublishedPrefix(())
@@ -61,15 +64,17 @@ def find_published(source: Source, chain: Chain, boundaries: tuple[int, ...]) ->
         # Everything up to the boundary is there: a longer document may have been published that goes on like this prompt.
         all_whole = chain.prefix(whole_end).blocks
         beyond = _match(source, chain, all_whole[whole:])
-        if beyond:
-            return PublishedPrefix(all_whole[: whole + beyond])
+        usable = layout.usable_blocks(whole + beyond)
+        if beyond and usable * length > longest:
+            return PublishedPrefix(all_whole[:usable])
     if matched == len(blocks):
         return PublishedPrefix(blocks)
-    for end in [end for end in ends if whole * length < end < (whole + 1) * length and end != longest][:_BOUNDARIES_TRIED]:
-        tail = chain.prefix(end).blocks[-1:]
-        if _match(source, chain, tail):
-            return PublishedPrefix(blocks[:whole] + tail)
-    return PublishedPrefix(blocks[:whole])
+    usable = layout.usable_blocks(whole)
+    for end in [end for end in ends if usable * length < end < (whole + 1) * length and end != longest][:_BOUNDARIES_TRIED]:
+        shorter = chain.prefix(end).blocks
+        if _match(source, chain, shorter[-1:]):
+            return PublishedPrefix(shorter)
+    return PublishedPrefix(blocks[:usable])
 
 
 def _match(source: Source, chain: Chain, blocks: tuple[BlockName, ...]) -> int:

@@ -21,8 +21,7 @@ from kvcdn.client.report import Report
 from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.digest import Digest
 from kvcdn.errors import KvcdnError, MismatchError, UnsupportedModelError, UsageError
-from kvcdn.model.cache import build_cache, cache_argument, make_layer
-from kvcdn.model.layers import GROWTH_TOKENS, CacheLayer
+from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer, build_cache, cache_argument, make_layer
 from kvcdn.model.tokens import Prompt
 from kvcdn.model.weights import sample_weights
 
@@ -55,6 +54,9 @@ class Prefix:
         except UnsupportedModelError:
             return
         self._state = ModelState.of(loaded)
+        if loaded.identity.layout.state_bytes:
+            # States cannot be cut back to where a question leaves the document: each loads its own.
+            return
         self._layers = completed(loaded, cache, prompt.token_ids, len(prompt.token_ids))
         self.report.seconds["total"] = time.perf_counter() - started
 
@@ -124,11 +126,17 @@ class Prefix:
         report.seconds["total"] = time.perf_counter() - started
         return generation.answer(output, report)
 
+    def _keeps_states(self) -> bool:
+        loaded = self._client.loaded
+        return bool(self.token_ids) and loaded is not None and loaded.identity.layout.state_bytes > 0
+
     def _session(self, prompt: Prompt, started: float) -> tuple[Report, Cache | None]:
         """A cache of what `prompt` has in common with the prefix, of its own; None where that is nothing."""
         report = Report(self._client.source.url, len(prompt.token_ids))
         report.seconds["tokenize"] = time.perf_counter() - started
         layers = self._layers
+        if not layers and self._keeps_states():
+            return self._client.load_cache(prompt, started)
         if not layers:
             report.reason, report.detail = self.report.reason, self.report.detail or "the prefix was closed"
             return report, None
@@ -168,8 +176,10 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def reaches(loaded: LoadedModel, layers: Sequence[CacheLayer], length: int) -> bool:
-    """Whether `layers` hold all rows that a token behind the first `length` reads."""
+    """Whether `layers` hold all rows that a token behind the first `length` reads; of states nobody knows."""
     specs = loaded.identity.layout.layers
+    if loaded.identity.layout.state_bytes:
+        return False
     return all(layer.first <= spec.first_needed(length) for layer, spec in zip(layers, specs, strict=True))
 
 
@@ -181,7 +191,7 @@ def completed(loaded: LoadedModel, cache: Cache | None, token_ids: Sequence[int]
         cache = build_cache(model, [make_layer(spec, capacity, 0, model.device) for spec in layout.layers])
     body = getattr(model, model.base_model_prefix, model)
     with torch.inference_mode():
-        while (start := cache.get_seq_length()) < tokens:
+        while tokens and (start := cache.get_seq_length()) < tokens:
             end = min(start - start % layout.block_tokens + layout.block_tokens, tokens)
             ids = torch.tensor([list(token_ids[start:end])], dtype=torch.long, device=model.device)
             body(input_ids=ids, use_cache=True, **{cache_argument(body.forward): cache})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvcdn.client.supply import Supply
 from kvcdn.client.wire_costs import WireCosts
 from kvcdn.errors import KvcdnError
 from kvcdn.keys import BlockName, ModelIdentity
-from kvcdn.model.layers import GROWTH_TOKENS, CacheLayer
+from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import PrefillStoppedError, ScheduledPrefill
 from kvcdn.model.speed import Pass, PrefillSpeed, prefill_speed, remember_passes
@@ -103,7 +103,9 @@ class Race:
         self._token_ids = token_ids
         self._blocks = blocks
         self._length = length
-        self._aim = aim
+        # States are those of the last block: nothing can be computed beside a fetch of them, nor behind a part of it.
+        can_be_both = not identity.layout.state_bytes or aim.mode is Mode.COMPUTE
+        self._aim = aim if can_be_both else replace(aim, mode=Mode.FETCH)
         self._asked = asked
         self._began = time.perf_counter()
         self._costs = WireCosts(identity)

@@ -9,7 +9,7 @@ the second cannot be asked: its certificate is measured again instead.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from kvcdn.client.match import PublishedPrefix, find_in_precisions
 from kvcdn.client.report import Audited
 from kvcdn.errors import NotFoundError
 from kvcdn.keys import BlockName
-from kvcdn.layout import KINDS
 from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument, output_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
@@ -134,7 +133,7 @@ def verify_prefix(
     progress(f"prefilling {tokens:,} tokens on the publisher's schedule")
     started = time.perf_counter()
     prefill = ScheduledPrefill(loaded.model, loaded.identity.layout, tokens)
-    difference = _first_difference(loaded, prefill, fetch, token_ids[:tokens])
+    difference = _first_difference(loaded, prefill, fetch, published.blocks, token_ids[:tokens])
     seconds = time.perf_counter() - started
     remember_prefill(loaded, tokens, seconds)
     last = fetch.headers[published.blocks[-1].index]
@@ -155,7 +154,7 @@ def verify_prefix(
         first_difference=difference,
         producer=producer.to_json(),
         prefill_seconds=round(seconds, 3),
-        one_pass=_against_one_pass(loaded, fetch, token_ids[:tokens], greedy),
+        one_pass=_against_one_pass(loaded, fetch, token_ids, tokens, greedy),
         certificate=last.certificate.to_json() if last.certificate else None,
         measured=measured.to_json() if measured else None,
     )
@@ -194,35 +193,41 @@ def _as_published(fetch: PrefixFetch, name: BlockName) -> bool:
     header = fetch.headers[name.index]
     keys = ObjectKeys(name.content_key, header.salt)
     for segment in header.segments:
-        places = fetch.layers[segment.layer].rows(name.start, name.end)
+        places = fetch.deliveries[name.index].places(segment.layer)
         if keys.raw_digest(*(tensor_bytes(place.cpu()) for place in places)) != segment.raw_digest:
             return False
     return True
 
 
-def _first_difference(loaded: LoadedModel, prefill: ScheduledPrefill, fetch: PrefixFetch, token_ids: tuple[int, ...]) -> str:
+def _first_difference(
+    loaded: LoadedModel, prefill: ScheduledPrefill, fetch: PrefixFetch, blocks: Sequence[BlockName], token_ids: tuple[int, ...]
+) -> str:
     """Where a local prefill on the schedule first differs from the loaded tensors; empty where it is the same to the bit."""
     first = ""
-    for block in prefill.run(token_ids):
+    for name, block in zip(blocks, prefill.run(token_ids), strict=True):
         for index, tensors in enumerate(block.layers):
-            names = KINDS[loaded.identity.layout.layers[index].kind]
-            places = fetch.layers[index].rows(block.start, block.end)
-            for name, ours, theirs in zip(names, tensors, places, strict=True):
+            parts = loaded.identity.layout.layers[index].parts(checkpoint=True)
+            pairs = zip(tensors, fetch.deliveries[name.index].places(index), strict=True)
+            for part, (ours, theirs) in zip(parts, pairs, strict=False):
                 if not first and tensor_bytes(ours) != tensor_bytes(theirs.cpu()):
-                    first = f"tokens {block.start} to {block.end}, layer {index}, {name}"
+                    first = f"tokens {block.start} to {block.end}, layer {index}, {part.name}"
     return first
 
 
-def _against_one_pass(loaded: LoadedModel, fetch: PrefixFetch, token_ids: tuple[int, ...], greedy: int) -> Difference:
-    """Continues greedily from one pass over the text, and forces the loaded cache along the same tokens."""
+def _against_one_pass(
+    loaded: LoadedModel, fetch: PrefixFetch, token_ids: tuple[int, ...], tokens: int, greedy: int
+) -> Difference:
+    """Continues greedily from one pass over the published `tokens`, and forces the loaded cache along the same tokens."""
     model, argument = loaded.model, cache_argument(loaded.model.forward)
     with torch.inference_mode():
-        ids = torch.tensor([token_ids], dtype=torch.long, device=model.device)
+        # A token is read by both, so that both have logits for what follows it: the last published one again, or, as states
+        # cannot be taken back, the document's next, of which at least one is never published.
+        held = tokens if loaded.identity.layout.state_bytes else tokens - 1
+        ids = torch.tensor([token_ids[: held + 1]], dtype=torch.long, device=model.device)
         body = getattr(model, model.base_model_prefix, model)
-        # The last token is read again by both, so that both have logits for what follows it.
-        head = output_cache(body(input_ids=ids[:, :-1], use_cache=True)) if len(token_ids) > 1 else None
+        head = output_cache(body(input_ids=ids[:, :-1], use_cache=True)) if held else None
         for layer in fetch.layers:
-            layer.declare(len(token_ids) - 1)
+            layer.declare(held)
         caches = [{argument: head} if head is not None else {}, {argument: build_cache(model, fetch.layers)}]
         token = ids[:, -1:]
         differences, divergences, equal = [], [], []

@@ -42,7 +42,8 @@ class WireCosts:
         """Stored bytes of each of `blocks` that a reader of the first `length` tokens asks for."""
         layout = self._model.layout
         needed = [spec.first_needed(length) for spec in layout.layers]
-        return [self.ratio * raw_bytes(layout, name, layers_to_read(layout, name, needed)) for name in blocks]
+        wanted = [layers_to_read(layout, name, needed, states=name is blocks[-1]) for name in blocks]
+        return [self.ratio * raw_bytes(layout, name, layers) for name, layers in zip(blocks, wanted, strict=True)]
 
     def decoding_rate(self, fetch: PrefixFetch | None) -> float:
         """Stored bytes a second that all fetching threads together decode on this machine's cores."""

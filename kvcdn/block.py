@@ -7,87 +7,32 @@ segments it wants. An edge, which holds no keys, calls `SegmentVerifier` with th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from blake3 import blake3
 
-from kvcdn import canonical
 from kvcdn.certificate import Certificate, read_certificate
-from kvcdn.codec import CODECS, LOSSY_CODECS, MAX_EXPANSION_BYTES, Buffer, Encoded, Rows, decode_part, encode_smallest
+from kvcdn.codec import CODECS, MAX_EXPANSION_BYTES, Buffer, Encoded, decode_part, encode_smallest
 from kvcdn.digest import Digest, ModelTag, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
 from kvcdn.keys import PRECISION_NATIVE, PRECISIONS, BlockName, ModelIdentity
-from kvcdn.layout import DTYPE_BYTES, KINDS, MAX_BLOCK_TOKENS, MAX_LAYERS, TENSOR_NAMES, LayerSpec
+from kvcdn.layout import (
+    DTYPE_BYTES,
+    MAX_BLOCK_TOKENS,
+    MAX_LAYERS,
+    LayerSpec,
+    StateSpec,
+    TensorSpec,
+)
 from kvcdn.producer import Producer
 from kvcdn.seal import TAG_BYTES, ObjectKeys, segment_associated_data
+from kvcdn.segment import MAX_BLOCK_BYTES, MAX_SEGMENT_BYTES, Part, Segment, part_slices, read_segments
 from kvcdn.signing import PublicKey, SigningKey
 
-MAX_SEGMENT_BYTES = (1 << 32) - 1
-"""Stored length of one segment (FORMAT.md 4.1)."""
-
-MAX_BLOCK_BYTES = 1 << 36
-"""Sanity limit on a whole object, 64 GiB; real blocks have some 10 MB."""
-
 MAX_START = 1 << 24
-
-
-@dataclass(frozen=True)
-class Part:
-    """One encoded tensor inside a segment."""
-
-    name: str
-    codec: str
-    dtype: str
-    shape: tuple[int, int, int]
-    length: int
-
-    @property
-    def rows(self) -> Rows:
-        """What it decodes to."""
-        return Rows(self.dtype, self.shape)
-
-    @property
-    def raw_bytes(self) -> int:
-        return self.shape[0] * self.shape[1] * self.shape[2] * DTYPE_BYTES[self.dtype]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "codec": self.codec,
-            "dtype": self.dtype,
-            "length": self.length,
-            "name": self.name,
-            "shape": list(self.shape),
-        }
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One layer's share of a block: where its stored bytes lie behind the envelope, and what they hold."""
-
-    layer: int
-    kind: str
-    offset: int
-    length: int
-    blake3: Digest
-    raw_digest: Digest
-    parts: tuple[Part, ...]
-
-    @property
-    def descriptor(self) -> bytes:
-        """What encryption binds: the segment without what depends on the ciphertext or its place."""
-        return canonical.encode_checked(self._descriptor())
-
-    def _descriptor(self) -> dict[str, Any]:
-        parts = [part.to_json() for part in self.parts]
-        return {"kind": self.kind, "layer": self.layer, "length": self.length, "parts": parts}
-
-    def to_json(self) -> dict[str, Any]:
-        hashes = {"blake3": str(self.blake3), "offset": self.offset, "raw_digest": str(self.raw_digest)}
-        return {**self._descriptor(), **hashes}
 
 
 @dataclass(frozen=True)
@@ -135,8 +80,9 @@ class BlockHeader:
             )
         if len(self.segments) != len(model.layout.layers):
             raise CorruptError(f"{what}: {len(self.segments)} layers, the model has {len(model.layout.layers)}")
+        checkpoint = model.layout.is_checkpoint(name.index, name.tokens)
         for segment, layer in zip(self.segments, model.layout.layers, strict=True):
-            _require_layer(segment, layer, self.tokens, what)
+            _require_layer(segment, layer, self.tokens, what, checkpoint=checkpoint)
 
 
 def open_header(data: Buffer, what: str) -> BlockHeader:
@@ -157,7 +103,7 @@ def open_header(data: Buffer, what: str) -> BlockHeader:
         commitment=fields.fixed("commitment", Digest),
         producer=Producer.from_json(fields.any("producer"), what),
         certificate=read_certificate(fields, precision, what),
-        segments=_read_segments(fields.array("segments", 1, MAX_LAYERS), what),
+        segments=read_segments(fields.array("segments", 1, MAX_LAYERS), what),
         publisher=envelope.publisher,
         envelope_bytes=envelope.size,
         etag=envelope.etag,
@@ -207,6 +153,7 @@ def seal_block(
 
     Raw bytes are stored losslessly, whatever the precision; what a lossy codec has encoded is stored as it is. A lossy
     precision has a certificate.
+    States come last, in a block that ends at a checkpoint.
     """
     salt = Digest(os.urandom(Digest.SIZE))
     keys = ObjectKeys(name.content_key, salt)
@@ -214,7 +161,8 @@ def seal_block(
     stored: list[bytes] = []
     offset = 0
     for index, (spec, raw) in enumerate(zip(model.layout.layers, layers, strict=True)):
-        segment, sealed = _seal_segment(keys, name, index, offset, spec, raw)
+        tensors = spec.parts(checkpoint=model.layout.is_checkpoint(name.index, name.tokens))
+        segment, sealed = _seal_segment(keys, name, _Place(index, offset, spec.kind), tensors, raw)
         segments.append(segment)
         stored.append(sealed)
         offset += len(sealed)
@@ -285,63 +233,40 @@ class SegmentVerifier:
             raise CorruptError(f"{self._what}: truncated, the object ends before its last segment")
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a segment goes."""
+
+    layer: int
+    offset: int
+    kind: str
+
+
 def _seal_segment(
-    keys: ObjectKeys, name: BlockName, index: int, offset: int, spec: LayerSpec, tensors: Sequence[Buffer | Encoded]
+    keys: ObjectKeys,
+    name: BlockName,
+    place: _Place,
+    specs: Sequence[TensorSpec | StateSpec],
+    tensors: Sequence[Buffer | Encoded],
 ) -> tuple[Segment, bytes]:
     parts = []
     encoded = []
     raw = [data.decoded if isinstance(data, Encoded) else data for data in tensors]
-    for tensor, data, size in zip(spec.tensors, tensors, map(len, raw), strict=True):
+    for spec, data, size in zip(specs, tensors, map(len, raw), strict=True):
         if isinstance(data, Encoded):
             codec, piece = data.codec, data.data
         else:
-            codec, piece = encode_smallest(data, DTYPE_BYTES[tensor.dtype])
-        parts.append(Part(tensor.name, codec, tensor.dtype, tensor.shape(name.tokens), len(piece)))
+            codec, piece = encode_smallest(data, DTYPE_BYTES[spec.dtype])
+        parts.append(Part(spec.name, codec, spec.dtype, spec.shape(name.tokens), len(piece)))
         if parts[-1].raw_bytes != size:
-            raise ValueError(f"layer {index}: {tensor.name} has {size} bytes, its layout says {parts[-1].raw_bytes}")
+            raise ValueError(f"layer {place.layer}: {spec.name} has {size} bytes, its layout says {parts[-1].raw_bytes}")
         encoded.append(piece)
     joined = b"".join(encoded)
     length = len(joined) + TAG_BYTES
     nothing = Digest(bytes(Digest.SIZE))
-    draft = Segment(index, spec.kind, offset, length, nothing, nothing, tuple(parts))
-    sealed = keys.seal(index, segment_associated_data(name.address, draft.descriptor), joined)
-    segment = Segment(index, spec.kind, offset, length, hash_bytes(sealed), keys.raw_digest(*raw), tuple(parts))
-    return segment, sealed
-
-
-def _read_segments(values: Sequence[Any], what: str) -> tuple[Segment, ...]:
-    return tuple(_read_segment(value, index, f"{what}: segment {index}") for index, value in enumerate(values))
-
-
-def _read_segment(value: Any, index: int, what: str) -> Segment:
-    fields = Fields(value, what)
-    kind = fields.choice("kind", tuple(KINDS))
-    count = len(KINDS[kind])
-    segment = Segment(
-        layer=fields.integer("layer", index, index),
-        kind=kind,
-        offset=fields.integer("offset", 0, MAX_BLOCK_BYTES),
-        length=fields.integer("length", TAG_BYTES, MAX_SEGMENT_BYTES),
-        blake3=fields.fixed("blake3", Digest),
-        raw_digest=fields.fixed("raw_digest", Digest),
-        parts=tuple(_read_part(part, what) for part in fields.array("parts", count, count)),
-    )
-    fields.done()
-    return segment
-
-
-def _read_part(value: Any, what: str) -> Part:
-    fields = Fields(value, f"{what}: part")
-    shape = Fields.integers(fields.array("shape", 3, 3), f"{what}: shape", 1, MAX_SEGMENT_BYTES)
-    part = Part(
-        name=fields.choice("name", TENSOR_NAMES),
-        codec=fields.choice("codec", (*CODECS, *LOSSY_CODECS)),
-        dtype=fields.choice("dtype", tuple(DTYPE_BYTES)),
-        shape=(shape[0], shape[1], shape[2]),
-        length=fields.integer("length", 0, MAX_SEGMENT_BYTES),
-    )
-    fields.done()
-    return part
+    draft = Segment(place.layer, place.kind, place.offset, length, nothing, nothing, tuple(parts))
+    sealed = keys.seal(place.layer, segment_associated_data(name.address, draft.descriptor), joined)
+    return replace(draft, blake3=hash_bytes(sealed), raw_digest=keys.raw_digest(*raw)), sealed
 
 
 def _check_parts(header: BlockHeader, what: str) -> None:
@@ -355,27 +280,19 @@ def _check_parts(header: BlockHeader, what: str) -> None:
         for part in segment.parts:
             if part.raw_bytes > MAX_SEGMENT_BYTES or part.length > part.raw_bytes + MAX_EXPANSION_BYTES:
                 raise CorruptError(f"{what}: segment {segment.layer}: part {part.name} is too long for its shape")
-            if header.precision == PRECISION_NATIVE and part.codec not in CODECS:
+            if (part.is_state or header.precision == PRECISION_NATIVE) and part.codec not in CODECS:
                 raise CorruptError(f"{what}: segment {segment.layer}: the codec {part.codec} is not one of native precision")
-            if part.shape[0] != header.tokens:
+            if not part.is_state and part.shape[0] != header.tokens:
                 raise CorruptError(f"{what}: segment {segment.layer} holds {part.shape[0]} tokens, the block {header.tokens}")
         end += segment.length
     if end > MAX_BLOCK_BYTES:
         raise CorruptError(f"{what}: the block claims {end} bytes, more than {MAX_BLOCK_BYTES}")
 
 
-def _require_layer(segment: Segment, layer: LayerSpec, tokens: int, what: str) -> None:
+def _require_layer(segment: Segment, layer: LayerSpec, tokens: int, what: str, *, checkpoint: bool) -> None:
     found = [(part.name, part.dtype, part.shape) for part in segment.parts]
-    asked = [(tensor.name, tensor.dtype, tensor.shape(tokens)) for tensor in layer.tensors]
+    asked = [(tensor.name, tensor.dtype, tensor.shape(tokens)) for tensor in layer.parts(checkpoint=checkpoint)]
     if segment.kind != layer.kind or found != asked:
         raise CorruptError(
             f"{what}: layer {segment.layer} holds {segment.kind} {found}, the model's layout says {layer.kind} {asked}"
         )
-
-
-def part_slices(segment: Segment) -> Iterator[tuple[Part, slice]]:
-    """Each part of `segment` with the slice of the decrypted bytes that holds it."""
-    position = 0
-    for part in segment.parts:
-        yield part, slice(position, position + part.length)
-        position += part.length

@@ -52,7 +52,7 @@ class Rows:
     """The tensor that a part decodes to: what a lossy decoder has to know of it. `shape` is [tokens, heads, dim]."""
 
     dtype: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
 
     @property
     def typesize(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcdn.block import MAX_BLOCK_BYTES
 from kvcdn.certificate import Certificate, read_certificate
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.envelope import MANIFEST_MAGIC, MAX_ENVELOPE_BYTES, open_envelope, seal_envelope
@@ -15,6 +14,7 @@ from kvcdn.fields import Fields
 from kvcdn.keys import MAX_PREFIX_TOKENS, PRECISIONS, model_tag
 from kvcdn.layout import MAX_BLOCK_TOKENS, Layout
 from kvcdn.producer import MAX_TEXT, Producer
+from kvcdn.segment import MAX_BLOCK_BYTES
 from kvcdn.signing import PublicKey, SigningKey
 
 MAX_MANIFEST_BYTES = MAX_ENVELOPE_BYTES
@@ -66,7 +66,7 @@ class Manifest:
     @property
     def raw_bytes(self) -> int:
         """Bytes of the KV in memory."""
-        return self.tokens * self.layout.bytes_per_token
+        return self.layout.raw_bytes(self.tokens)
 
     def seal(self, key: SigningKey) -> bytes:
         """The signed object. Raises ValueError where it would exceed the header limit."""
@@ -143,3 +143,5 @@ def _check_counts(manifest: Manifest, what: str) -> None:
     expected = [length] * whole + ([rest] if rest else [])
     if [block.tokens for block in manifest.blocks] != expected:
         raise CorruptError(f"{what}: its blocks do not add up to {manifest.tokens} tokens in blocks of {length}")
+    if not rest and manifest.layout.usable_blocks(whole) < whole:
+        raise CorruptError(f"{what}: its layout keeps states, and its {manifest.tokens} tokens end at no checkpoint")

@@ -12,7 +12,7 @@ from kvcdn.codecs.choice import encode_tensor
 from kvcdn.keys import PRECISION_NATIVE, Namespace, PrefixNames
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill
-from kvcdn.origin.publish import check_length
+from kvcdn.origin.publish import check_length, published_part, require_lossy
 from kvcdn.signing import SigningKey
 
 
@@ -47,6 +47,7 @@ def estimate_publish(
     The quality of a lossy precision is not measured here.
     """
     loaded = loaded.current()
+    token_ids = published_part(loaded, token_ids)
     check_length(loaded, len(token_ids))
     identity = replace(loaded.identity, precision=precision)
     names = PrefixNames.of(identity, namespace, token_ids)
@@ -54,6 +55,7 @@ def estimate_publish(
     block = next(ScheduledPrefill(loaded.model, identity.layout, first.tokens).run(token_ids[: first.tokens]))
     layers: list[list[Buffer | Encoded]] = [list(layer) for layer in block.raw_layers()]
     if precision != PRECISION_NATIVE:
+        require_lossy(loaded, precision)
         specs = identity.layout.layers
         last = len(names.blocks) == 1
         layers = [
@@ -61,18 +63,20 @@ def estimate_publish(
             for layer, spec in zip(block.raw_layers(), specs, strict=True)
         ]
     stored = sum(map(len, seal_block(identity, first, loaded.producer, layers, SigningKey.generate())))
-    per_token = identity.layout.bytes_per_token
-    ratio = stored / (first.tokens * per_token)
+    raw = identity.layout.raw_bytes(len(token_ids))
+    measured = sum(len(tensor) for layer in block.raw_layers() for tensor in layer)
+    # A block that keeps neither rows nor states tells nothing of how they compress.
+    ratio = stored / measured if measured else 1.0
     speed = first.tokens / block.seconds
     return Estimate(
         tokens=len(token_ids),
         blocks=len(names.blocks),
-        bytes_per_token=per_token,
-        raw_bytes=per_token * len(token_ids),
-        stored_bytes=round(per_token * len(token_ids) * ratio),
+        bytes_per_token=identity.layout.bytes_per_token,
+        raw_bytes=raw,
+        stored_bytes=round(raw * ratio),
         ratio=round(ratio, 4),
         measured_tokens=first.tokens,
         tokens_per_second=round(speed, 1),
         prefill_seconds=round(len(token_ids) / speed, 2),
-        break_even_bytes_per_second=round(per_token * ratio * speed),
+        break_even_bytes_per_second=round(raw / len(token_ids) * ratio * speed),
     )

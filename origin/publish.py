@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvcdn.errors import UsageError
+from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.keys import PRECISION_NATIVE, Namespace, PrefixNames
 from kvcdn.manifest import MAX_BLOCKS
 from kvcdn.model.load import LoadedModel
@@ -58,6 +58,7 @@ class Publisher:
         while this runs.
         """
         self.loaded = self.loaded.current()
+        token_ids = published_part(self.loaded, token_ids)
         check_length(self.loaded, len(token_ids))
 
         def run(chosen: str) -> Run:
@@ -65,6 +66,7 @@ class Publisher:
             return Run(self.loaded, self._store, self._key, self._trust, names, progress)
 
         if precision != PRECISION_NATIVE:
+            require_lossy(self.loaded, precision)
             found = publish_lossy(run, token_ids, precision, max_kl, label=label, expires=expires)
             if found is not None:
                 return found.result(self._namespace)
@@ -77,6 +79,26 @@ class Publisher:
         if len(names.blocks) > MAX_BLOCKS:
             raise UsageError(f"the document has {len(names.blocks)} blocks; a manifest lists at most {MAX_BLOCKS}")
         return names
+
+
+def published_part(loaded: LoadedModel, token_ids: Sequence[int]) -> Sequence[int]:
+    """The leading tokens of a document that are published: all, or less a token where a model keeps states (FORMAT.md 2.3).
+
+    Raises UsageError for a document that is too short.
+    """
+    end = loaded.identity.layout.document_end(len(token_ids))
+    if token_ids and not end:
+        raise UsageError(f"a document of {len(token_ids)} tokens is too short to be published for {loaded.identity.name}")
+    return token_ids[:end]
+
+
+def require_lossy(loaded: LoadedModel, precision: str) -> None:
+    """Raises UnsupportedModelError for a model whose KV has no lossy form."""
+    if loaded.identity.layout.state_bytes:
+        raise UnsupportedModelError(
+            f"{loaded.identity.name} keeps states (linear attention), which have no {precision} form",
+            hint="publish it in native precision",
+        )
 
 
 def check_length(loaded: LoadedModel, tokens: int) -> None:

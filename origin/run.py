@@ -212,6 +212,8 @@ class Run:
     def _load_existing(self, prefill: ScheduledPrefill) -> list[BlockEntry]:
         """Fills the model's cache from the blocks that lead the chain and exist, so that computing goes on behind them."""
         missing = next((block.index for block in self.names.blocks if not self.exists(block)), len(self.names.blocks))
+        if missing < len(self.names.blocks):
+            missing = self.names.model.layout.usable_blocks(missing)
         entries = []
         for name in self.names.blocks[:missing]:
             entries.append(self.load_block(name, prefill.restore))

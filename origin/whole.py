@@ -89,8 +89,9 @@ def read_block(store: BlobStore, key: str, manifest: Manifest, index: int) -> by
 
 def largest_block(manifest: Manifest, entry: BlockEntry) -> int:
     """Most bytes that a block can have (FORMAT.md 3, 4.1): an envelope, and for each part its raw size, 64 bytes and a tag."""
-    parts = sum(len(layer.tensors) for layer in manifest.layout.layers)
-    return MAX_ENVELOPE_BYTES + entry.tokens * manifest.layout.bytes_per_token + parts * (64 + TAG_BYTES)
+    parts = sum(len(layer.tensors) + len(layer.states) for layer in manifest.layout.layers)
+    raw = entry.tokens * manifest.layout.bytes_per_token + manifest.layout.state_bytes
+    return MAX_ENVELOPE_BYTES + raw + parts * (64 + TAG_BYTES)
 
 
 def _checked(header: BlockHeader, key: str) -> BlockHeader:

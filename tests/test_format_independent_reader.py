@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import base64
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -156,16 +156,35 @@ def triple(value: Any) -> bool:
 
 NOTHING = array(TENSOR, 0, 0)
 
+STATE_NAMES = ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7", "r0", "r1", "r2", "r3", "r4", "r5", "r6", "r7"]
+
+STATE = fields(dtype=one_of(*DTYPE_SIZE), name=one_of(*STATE_NAMES), shape=array(integer(1, 65_536), 1, 4))
+
+
+def states(value: Any) -> bool:
+    """States in the order of their names, each once, and small enough."""
+    if not array(STATE, 1, 16)(value):
+        return False
+    given = [state["name"] for state in value]
+    sizes = [math.prod(state["shape"]) * DTYPE_SIZE[state["dtype"]] for state in value]
+    return given == [name for name in STATE_NAMES if name in given] and max(sizes) < 2**32
+
+
+def layer(**forms: Form) -> Form:
+    """A layer, with or without states."""
+    return either(fields(**forms), fields(**forms, state=states))
+
+
 LAYER = either(
-    fields(kind=one_of("kv"), tensors=pair),
-    fields(kind=one_of("window"), tensors=pair, window=integer(2, 2**24)),
-    fields(kind=one_of("indexed"), tensors=triple),
-    fields(kind=one_of("none"), tensors=NOTHING),
+    layer(kind=one_of("kv"), tensors=pair),
+    layer(kind=one_of("window"), tensors=pair, window=integer(2, 2**24)),
+    layer(kind=one_of("indexed"), tensors=triple),
+    layer(kind=one_of("none"), tensors=NOTHING),
 )
 
 
 def keeps_something(layers: Any) -> bool:
-    return array(LAYER, 1, 1024)(layers) and any(layer["kind"] != "none" for layer in layers)
+    return array(LAYER, 1, 1024)(layers) and any(layer["kind"] != "none" or "state" in layer for layer in layers)
 
 
 LAYOUT = fields(layers=keeps_something, v=integer(1, 1))
@@ -176,13 +195,27 @@ LOSSLESS = ("raw", "blosc2")
 
 LOSSY = ("int8", "int4")
 
-PART = fields(
-    codec=one_of(*LOSSLESS, "quant"),
-    dtype=one_of(*DTYPE_SIZE),
-    length=integer(0, 2**32 - 1),
-    name=one_of("k", "v", "i"),
-    shape=array(integer(1, 2**32 - 1), 3, 3),
-)
+
+def part(name: Form, least: int, most: int) -> Form:
+    return fields(
+        codec=one_of(*LOSSLESS, "quant"),
+        dtype=one_of(*DTYPE_SIZE),
+        length=integer(0, 2**32 - 1),
+        name=name,
+        shape=array(integer(1, 2**32 - 1), least, most),
+    )
+
+
+ROWS = part(one_of("k", "v", "i"), 3, 3)
+
+STATE_PART = part(one_of(*STATE_NAMES), 1, 4)
+
+
+def parts(rows: int) -> Form:
+    """So many tensors by token, then any states."""
+    return lambda value: (
+        type(value) is list and array(ROWS, rows, rows)(value[:rows]) and array(STATE_PART, 0, 16)(value[rows:])
+    )
 
 
 def segment(kind: Form, parts: Form) -> Form:
@@ -198,9 +231,9 @@ def segment(kind: Form, parts: Form) -> Form:
 
 
 SEGMENT = either(
-    segment(one_of("kv", "window"), array(PART, 2, 2)),
-    segment(one_of("indexed"), array(PART, 3, 3)),
-    segment(one_of("none"), array(PART, 0, 0)),
+    segment(one_of("kv", "window"), parts(2)),
+    segment(one_of("indexed"), parts(3)),
+    segment(one_of("none"), parts(0)),
 )
 
 CERTIFICATE = fields(
@@ -329,7 +362,7 @@ def bytes_per_token(layout: Any) -> int:
 
 def block_tokens(per_token: int) -> int:
     length = 64
-    while length < 1024 and 2 * length <= Fraction(16_777_216, per_token):
+    while length < 1024 and 2 * length * per_token <= 16_777_216:
         length *= 2
     return length
 
@@ -408,15 +441,14 @@ def check_sizes(header: dict[str, Any]) -> int:
             size = raw_size(part)
             require(header["precision"] != "native" or part["codec"] in LOSSLESS, "codec of native precision")
             require(size < 2**32 and part["length"] <= size + 64, "part length")
-            require(part["shape"][0] == header["tokens"], "tokens of a part")
+            require(part["name"] in STATE_NAMES or part["shape"][0] == header["tokens"], "tokens of a part")
         end += segment["length"]
     require(end <= 2**36, "object size")
     return end
 
 
 def raw_size(part: dict[str, Any]) -> int:
-    first, second, third = part["shape"]
-    return int(first * second * third * DTYPE_SIZE[part["dtype"]])
+    return math.prod(part["shape"]) * DTYPE_SIZE[part["dtype"]]
 
 
 def decode_part(part: dict[str, Any], encoded: bytes) -> bytes:
@@ -524,6 +556,13 @@ class Question:
     precision: str = "native"
 
 
+def asked_parts(layer: dict[str, Any], tokens: int, *, checkpoint: bool) -> list[Any]:
+    """What a segment must hold: 2.3 for tensors by token, and states where the block ends at a checkpoint."""
+    rows = [(tensor["name"], tensor["dtype"], [tokens, *tensor["shape"]]) for tensor in layer["tensors"]]
+    kept = layer.get("state", []) if checkpoint else []
+    return rows + [(state["name"], state["dtype"], state["shape"]) for state in kept]
+
+
 def read_block(data: bytes, question: Question) -> tuple[dict[str, Any], list[list[bytes]]]:
     """The header, and the raw tensors by layer."""
     name, layout = question.name, question.layout
@@ -541,10 +580,9 @@ def read_block(data: bytes, question: Question) -> tuple[dict[str, Any], list[li
         (segment["kind"], [(part["name"], part["dtype"], part["shape"]) for part in segment["parts"]])
         for segment in header["segments"]
     ]
-    asked = [
-        (layer["kind"], [(tensor["name"], tensor["dtype"], [name.tokens, *tensor["shape"]]) for tensor in layer["tensors"]])
-        for layer in layout["layers"]
-    ]
+    length = block_tokens(bytes_per_token(layout))
+    checkpoint = name.tokens < length or (name.start // length + 1) % 16 == 0
+    asked = [(layer["kind"], asked_parts(layer, name.tokens, checkpoint=checkpoint)) for layer in layout["layers"]]
     require(found == asked, "tensors")
     layers = []
     for index, segment in enumerate(header["segments"]):
@@ -566,6 +604,8 @@ def read_manifest(data: bytes, trusted: set[str]) -> dict[str, Any]:
     counts = [block["tokens"] for block in header["blocks"]]
     require(sum(counts) == header["tokens"], "sum of tokens")
     require(all(count == length for count in counts[:-1]) and counts[-1] <= length, "tokens of blocks")
+    if any("state" in layer for layer in header["layout"]["layers"]):
+        require(counts[-1] < length or len(counts) % 16 == 0, "no checkpoint")
     return header
 
 

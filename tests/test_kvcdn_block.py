@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from attacks.forge import MODEL, NAMES, PRODUCER, PUBLISHER, raw_tensors, sound_blocks
@@ -14,7 +15,7 @@ from kvcdn.digest import Digest, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, MAX_ENVELOPE_BYTES, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import CorruptError
 from kvcdn.keys import ModelIdentity, Namespace, PrefixNames
-from kvcdn.layout import LayerSpec, Layout, TensorSpec
+from kvcdn.layout import STATE_NAMES, LayerSpec, Layout, StateSpec, TensorSpec
 from kvcdn.producer import Producer
 from kvcdn.seal import ObjectKeys, segment_associated_data
 
@@ -30,6 +31,12 @@ KEEPING = (
     | st.builds(LayerSpec, st.just("indexed"), st.tuples(PAIR, INDEX).map(lambda tensors: (*tensors[0], tensors[1])))
 )
 
+STATES = st.lists(st.sampled_from(STATE_NAMES), max_size=3, unique=True).map(
+    lambda names: tuple(StateSpec(name, (3,) * (1 + index), "float32") for index, name in enumerate(sorted(names)))
+)
+
+KEEPING = st.tuples(KEEPING, STATES).map(lambda layer: replace(layer[0], states=layer[1]))
+
 LAYOUT = st.tuples(KEEPING, st.lists(KEEPING | st.just(LayerSpec("none", ())), max_size=3)).map(
     lambda layers: Layout((layers[0], *layers[1]))
 )
@@ -43,13 +50,17 @@ def test_tensors_come_back(layout: Layout, tokens: int, repetitive: bool, seed: 
     model = ModelIdentity(hash_bytes(b"model"), layout, "model")
     name = PrefixNames.of(model, Namespace.public(), [rng.randrange(2**32) for _ in range(tokens)]).blocks[0]
     unit = bytes if repetitive else rng.randbytes
-    raw = [[unit(tokens * tensor.bytes_per_token) for tensor in layer.tensors] for layer in layout.layers]
+    # The block is shorter than others, so it ends at a checkpoint.
+    raw = [
+        [unit(tokens * tensor.bytes_per_token) for tensor in layer.tensors] + [unit(state.raw_bytes) for state in layer.states]
+        for layer in layout.layers
+    ]
     producer = Producer("t", "f", "d", "a", layout.block_tokens)
     data = b"".join(seal_block(model, name, producer, raw, PUBLISHER))
     header = open_header(data, "block")
     header.require(model, name, "block")
     assert len(data) == header.size
-    assert tokens * layout.bytes_per_token == header.raw_bytes
+    assert layout.raw_bytes(tokens) == tokens * layout.bytes_per_token + layout.state_bytes == header.raw_bytes
     keys = ObjectKeys(name.content_key, header.salt)
     scratch = bytearray()
     for index in rng.sample(range(len(layout.layers)), len(layout.layers)):

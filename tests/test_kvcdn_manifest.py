@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvcdn.digest import Digest, hash_bytes
 from kvcdn.keys import PrefixNames
-from kvcdn.layout import LayerSpec, Layout, TensorSpec
+from kvcdn.layout import STATE_NAMES, LayerSpec, Layout, StateSpec, TensorSpec
 from kvcdn.manifest import MAX_BLOCKS, MAX_MANIFEST_BYTES, BlockEntry, Manifest, open_manifest
 from kvcdn.producer import Producer
 
@@ -83,6 +83,12 @@ KEEPING = (
     | st.builds(LayerSpec, st.just("window"), PAIR, st.integers(2, 1 << 24))
     | st.builds(LayerSpec, st.just("indexed"), st.tuples(PAIR, INDEX).map(lambda tensors: (*tensors[0], tensors[1])))
 )
+
+STATES = st.lists(st.sampled_from(STATE_NAMES), max_size=3, unique=True).map(
+    lambda names: tuple(StateSpec(name, (3, 4), "float32") for name in sorted(names))
+)
+
+KEEPING = st.tuples(KEEPING, STATES).map(lambda layer: replace(layer[0], states=layer[1]))
 
 LAYERS = st.tuples(KEEPING, st.lists(KEEPING | st.just(LayerSpec("none", ())), max_size=4)).flatmap(
     lambda layers: st.permutations([layers[0], *layers[1]])

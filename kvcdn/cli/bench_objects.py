@@ -8,13 +8,13 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from kvcdn.block import Part, Segment
 from kvcdn.digest import Digest, ModelTag, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, seal_envelope
 from kvcdn.keys import block_key
 from kvcdn.layout import DTYPE_BYTES
 from kvcdn.producer import Producer
 from kvcdn.seal import TAG_BYTES
+from kvcdn.segment import Part, Segment
 from kvcdn.signing import SigningKey
 
 HEADS, TOKENS = 8, 1024

@@ -11,9 +11,14 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvcdn.layout import LayerSpec
-from kvcdn.model.layers import GROWTH_TOKENS, CacheLayer, EmptyLayer, IndexedLayer, TokenMajorLayer, WindowLayer
+from kvcdn.model.layers import GROWTH_TOKENS, EmptyLayer, IndexedLayer, TokenMajorLayer, WindowLayer
+from kvcdn.model.states import HybridLayer, HybridWindowLayer, StateLayer
 
-__all__ = ["GROWTH_TOKENS", "build_cache", "cache_argument", "make_layer", "output_cache"]
+__all__ = ["GROWTH_TOKENS", "CacheLayer", "build_cache", "cache_argument", "make_layer", "output_cache"]
+
+CacheLayer = TokenMajorLayer | EmptyLayer | StateLayer
+
+_HYBRIDS: dict[str, type[HybridLayer | HybridWindowLayer]] = {"kv": HybridLayer, "window": HybridWindowLayer}
 
 _CLASSES: dict[str, type[TokenMajorLayer]] = {"kv": TokenMajorLayer, "window": WindowLayer, "indexed": IndexedLayer}
 
@@ -28,10 +33,21 @@ def make_layer(
     first: int = 0,
     storage: list[torch.Tensor] | None = None,
 ) -> CacheLayer:
-    """A layer of the kind `spec`, with room for tokens `first` to `capacity`, in `storage` where that is given."""
+    """A layer of the kind `spec`, with room for tokens `first` to `capacity`, in `storage` where that is given.
+
+    For `length` tokens its states are there, too, to be filled.
+    """
+    if not spec.states:
+        if spec.kind == "none":
+            return EmptyLayer()
+        return _CLASSES[spec.kind](spec, capacity, length, device, wait, first=first, storage=storage)
     if spec.kind == "none":
-        return EmptyLayer()
-    return _CLASSES[spec.kind](spec, capacity, length, device, wait, first=first, storage=storage)
+        layer: StateLayer | HybridLayer | HybridWindowLayer = StateLayer(spec, device, wait)
+    else:
+        layer = _HYBRIDS[spec.kind](spec, capacity, length, device, wait, first=first, storage=storage)
+    if length:
+        layer.state_places()
+    return layer
 
 
 def build_cache(model: PreTrainedModel, layers: Iterable[CacheLayer]) -> Cache:
@@ -49,4 +65,4 @@ def cache_argument(function: Callable[..., Any]) -> str:
 def output_cache(output: Any) -> Cache:
     """The cache in a model's output, under either name."""
     cache = getattr(output, "cache", None)
-    return output.past_key_values if cache is None else cache
+    return getattr(output, "past_key_values", None) if cache is None else cache

@@ -74,7 +74,7 @@ def empty_layout(folder: Path) -> Layout:
 
 def layout_dtype(identity: ModelIdentity) -> torch.dtype:
     """The dtype of a layout's first tensor: the model's own."""
-    name = next(tensor.dtype for layer in identity.layout.layers for tensor in layer.tensors)
+    name = next(tensor.dtype for layer in identity.layout.layers for tensor in layer.parts(checkpoint=True))
     return next(dtype for dtype, text in DTYPE_NAMES.items() if text == name)
 
 

@@ -277,6 +277,3 @@ class EmptyLayer(LibraryDummyLayer):  # type: ignore[misc] # transformers is unt
     def fork(self, length: int) -> Self:  # noqa: ARG002 - as other layers have it
         """There is nothing to share."""
         return self
-
-
-CacheLayer = TokenMajorLayer | EmptyLayer

@@ -17,15 +17,17 @@ from transformers.cache_utils import Cache
 
 from kvcdn.errors import KvcdnError, UnsupportedModelError
 from kvcdn.layout import Layout
-from kvcdn.model.cache import build_cache, cache_argument, make_layer
-from kvcdn.model.layers import CacheLayer, EmptyLayer
+from kvcdn.model.cache import CacheLayer, build_cache, cache_argument, make_layer
+from kvcdn.model.layers import TokenMajorLayer
+from kvcdn.model.states import WithStates
 
 
 @dataclass(frozen=True)
 class PrefilledBlock:
     """The KV of one block, token-major on the CPU: `layers[i]` = (K [n, heads, dim], V [n, heads, dim]); n = end - start.
 
-    Indexer keys, [n, 1, dim], come third where a layer has them. A layer that keeps nothing has no tensors.
+    Indexer keys, [n, 1, dim], come third where a layer has them, and states last where the block ends at a checkpoint. A layer
+    that keeps nothing has no tensors.
     """
 
     start: int
@@ -73,7 +75,9 @@ class ScheduledPrefill:
     def _run_block(self, token_ids: Sequence[int], start: int) -> PrefilledBlock:
         seconds = self._pass(token_ids)
         end = start + len(token_ids)
-        return PrefilledBlock(start, end, tuple(_block_tensors(layer, start, end) for layer in self._layers), seconds)
+        checkpoint = self._is_checkpoint(start, end)
+        layers = tuple(_block_tensors(layer, start, end, checkpoint=checkpoint) for layer in self._layers)
+        return PrefilledBlock(start, end, layers, seconds)
 
     def _pass(self, token_ids: Sequence[int]) -> float:
         started = time.perf_counter()
@@ -95,9 +99,15 @@ class ScheduledPrefill:
             layer.await_with(partial(at_layer, number))
         return self._pass(token_ids)
 
+    def _is_checkpoint(self, start: int, end: int) -> bool:
+        return self._layout.is_checkpoint(start // self._layout.block_tokens, end - start)
+
     def restore(self, layer: int, start: int, end: int) -> list[torch.Tensor]:
-        """The places of tokens `start` to `end` of a layer, [n, heads, dim] each, to be filled before `resume`."""
-        return self._layers[layer].rows(start, end)
+        """The places of a block's tensors of a layer, to be filled before `resume`: [n, heads, dim] each, and the states."""
+        held = self._layers[layer]
+        if isinstance(held, WithStates) and self._is_checkpoint(start, end):
+            return held.rows(start, end) + held.state_places()
+        return held.rows(start, end)
 
     def rows(self, tokens: int) -> list[tuple[torch.Tensor, ...]]:
         """The first `tokens` tokens of every layer, [tokens, heads, dim] a tensor, on the CPU."""
@@ -109,12 +119,13 @@ class ScheduledPrefill:
             layer.declare(tokens)
 
 
-def _block_tensors(layer: CacheLayer, start: int, end: int) -> tuple[torch.Tensor, ...]:
-    if not isinstance(layer, EmptyLayer) and layer.get_seq_length() != end:
+def _block_tensors(layer: CacheLayer, start: int, end: int, *, checkpoint: bool) -> tuple[torch.Tensor, ...]:
+    if isinstance(layer, TokenMajorLayer) and layer.get_seq_length() != end:
         raise UnsupportedModelError(
             f"after {end} tokens a cache layer holds {layer.get_seq_length()}: this model does not keep one entry a token"
         )
-    return tuple(tensor.cpu() for tensor in layer.rows(start, end))
+    states = layer.state_copies() if checkpoint and isinstance(layer, WithStates) else []
+    return (*(tensor.cpu() for tensor in layer.rows(start, end)), *states)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

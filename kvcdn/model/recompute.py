@@ -22,7 +22,6 @@ from kvcdn.keys import PRECISION_NATIVE
 from kvcdn.layout import KINDS
 from kvcdn.model.cache import build_cache, cache_argument
 from kvcdn.model.layers import (
-    EmptyLayer,
     IndexedLayer,
     LibraryIndexedLayer,
     TokenMajorLayer,
@@ -30,6 +29,7 @@ from kvcdn.model.layers import (
     require_dtype,
 )
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.states import WithStates
 
 _MOST = 0.75
 """The quantile of a layer's tokens that speaks for it: a mixture of experts may send a few tokens elsewhere for a rounding."""
@@ -80,19 +80,17 @@ class Comparison:
 def earliest_start(layers: Sequence[Any], start: int, specs: Sequence[Any]) -> int | None:
     """The first token from `start` on that can be recomputed from what `layers` hold; None where none can.
 
-    What a window reaches before the first row that was read is not there.
+    What a window reaches before the first row that was read is not there, and of states only the last are: such layers are
+    recomputed from the beginning of the text, and what they keep is seen in the rows of others.
     """
+    if not any(isinstance(layer, TokenMajorLayer) for layer in layers):
+        return None
     for layer, spec in zip(layers, specs, strict=True):
-        if isinstance(layer, EmptyLayer):
-            continue
-        if not isinstance(layer, TokenMajorLayer):
-            if start:
-                return None
-        elif layer.first > spec.first_needed(start):
+        if isinstance(layer, TokenMajorLayer) and layer.first > spec.first_needed(start):
             if spec.window is None:
                 return None
             start = layer.first + spec.window - 1
-    return start
+    return None if start and any(isinstance(layer, WithStates) for layer in layers) else start
 
 
 def compare_span(
@@ -141,8 +139,14 @@ def _pairs(
             continue
         start = max(span.start, layer.first)
         names = KINDS[loaded.identity.layout.layers[index].kind]
-        for name, rows, held in zip(names, computed.rows(), layer.rows(start, span.end), strict=True):
+        for name, rows, held in zip(names, _computed_rows(computed), layer.rows(start, span.end), strict=True):
             yield f"layer {index}, {name}", rows[start - span.start :], held
+
+
+def _computed_rows(layer: Any) -> list[torch.Tensor]:
+    if isinstance(layer, _Probe):
+        return layer.rows()
+    return [states[0].transpose(0, 1) for states in (layer.keys, layer.values)]
 
 
 def _recompute(loaded: LoadedModel, layers: Sequence[Any], token_ids: Sequence[int], span: Span) -> list[Any]:
@@ -160,6 +164,8 @@ def _recompute(loaded: LoadedModel, layers: Sequence[Any], token_ids: Sequence[i
 
 def _probe(layer: Any, start: int, fresh: Any) -> Any:
     """A layer for one pass behind the first `start` tokens of `layer`; `fresh` is the library's own for what holds no rows."""
+    if isinstance(layer, WithStates):
+        return fresh
     if isinstance(layer, WindowLayer):
         return _WindowProbe(layer, start)
     if isinstance(layer, IndexedLayer):

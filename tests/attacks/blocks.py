@@ -128,7 +128,8 @@ def identity_attacks() -> Iterator[Attack]:
     for name, (path, value, says) in changes.items():
         yield Attack(name, block.with_field(path, value).write(), says, Reader.CLIENT)
     yield Attack("precision-unknown", block.with_field(("precision",), "int9").write(), "precision")
-    yield Attack("kind-unknown", block.with_field(("segments", 0, "kind"), "state").write(), "kind")
+    yield Attack("kind-unknown", block.with_field(("segments", 0, "kind"), "linear").write(), "kind")
+    yield from _state_attacks(block)
     yield Attack("kind-indexed-without-an-index", block.with_field(("segments", 1, "kind"), "indexed").write(), "parts")
     index = block.with_field(("segments", 1, "parts", 1, "name"), "i").write()
     yield Attack("an-index-for-a-value", index, "layer 1 holds", Reader.CLIENT)
@@ -137,6 +138,31 @@ def identity_attacks() -> Iterator[Attack]:
     yield Attack("codec-unknown", block.with_field(("segments", 0, "parts", 0, "codec"), "pickle").write(), "codec")
     yield Attack("dtype-unknown", block.with_field(("segments", 0, "parts", 0, "dtype"), "float64").write(), "dtype")
     yield Attack("mallory-signs-a-sound-block", block.write(MALLORY), "trust list", untrusted=True)
+
+
+def _state_attacks(block: ForgedBlock) -> Iterator[Attack]:
+    """States where the layout has none, and in places and forms that no layout has."""
+    parts = ("segments", 0, "parts")
+    first, second = block.header["segments"][0]["parts"]
+    state = {**second, "name": "r0", "shape": [8 * 16]}
+    yield Attack("a-state-for-a-value", block.with_field(parts, [first, state]).write(), "parts")
+    yield Attack(
+        "a-state-that-the-layout-lacks",
+        block.with_field(("segments", 0), _with_state(block)).write(),
+        "layer 0 holds",
+        Reader.CLIENT,
+    )
+    forms = {"no-dimensions": ([], "shape"), "five-dimensions": ([1] * 5, "shape"), "no-elements": ([0], "shape")}
+    for name, (shape, says) in forms.items():
+        changed = [first, second, {**state, "shape": shape}]
+        yield Attack(f"state-of-{name}", block.with_field(parts, changed).write(), says)
+    yield Attack("17-states", block.with_field(parts, [first, second, *[state] * 17]).write(), "parts")
+
+
+def _with_state(block: ForgedBlock) -> dict[str, Any]:
+    """The first segment, its value said to be a value and an empty state behind it."""
+    segment = block.header["segments"][0]
+    return {**segment, "parts": [*segment["parts"], {**segment["parts"][1], "length": 0, "name": "c0", "shape": [1]}]}
 
 
 def _emptied(block: ForgedBlock) -> bytes:

@@ -22,6 +22,7 @@ def manifest_attacks() -> Iterator[Attack]:
     follows, counts = "does not follow", "do not add up"
     heads = ("layout", "layers", 0, "tensors", 0, "shape")
     index = {"dtype": "bfloat16", "name": "i", "shape": [1, 16]}
+    state = {"dtype": "float32", "name": "c0", "shape": [4, 4]}
     pair, two_headed = layers[1]["tensors"], {**index, "shape": [2, 16]}
     changes: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
         "tag-of-another-fingerprint": (("model",), "0" * 32, follows),
@@ -44,7 +45,19 @@ def manifest_attacks() -> Iterator[Attack]:
         "layout-of-the-next-version": (("layout", "v"), 2, "v"),
         "layout-without-layers": (("layout", "layers"), [], "layers"),
         "layout-of-1025-layers": (("layout", "layers"), layers * 342, "layers"),
-        "layout-of-unknown-kind": (("layout", "layers", 0, "kind"), "state", "kind"),
+        "layout-of-unknown-kind": (("layout", "layers", 0, "kind"), "linear", "kind"),
+        "layout-no-states": (("layout", "layers", 0, "state"), [], "state"),
+        "layout-17-states": (("layout", "layers", 0, "state"), [state] * 17, "state"),
+        "layout-state-twice": (("layout", "layers", 0, "state"), [state, state], "each once"),
+        "layout-states-out-of-order": (("layout", "layers", 0, "state"), [{**state, "name": "r0"}, state], "each once"),
+        "layout-state-of-unknown-name": (("layout", "layers", 0, "state"), [{**state, "name": "c8"}], "name"),
+        "layout-state-named-k": (("layout", "layers", 0, "state"), [{**state, "name": "k"}], "name"),
+        "layout-state-of-unknown-dtype": (("layout", "layers", 0, "state"), [{**state, "dtype": "float64"}], "dtype"),
+        "layout-state-of-no-dimensions": (("layout", "layers", 0, "state"), [{**state, "shape": []}], "shape"),
+        "layout-state-of-five-dimensions": (("layout", "layers", 0, "state"), [{**state, "shape": [1] * 5}], "shape"),
+        "layout-state-of-no-elements": (("layout", "layers", 0, "state"), [{**state, "shape": [4, 0]}], "shape"),
+        "layout-state-of-2^32-bytes": (("layout", "layers", 0, "state"), [{**state, "shape": [1 << 15] * 2}], "more than"),
+        "layout-state-of-2^66-bytes": (("layout", "layers", 0, "state"), [{**state, "shape": [1 << 16] * 4}], "more than"),
         "layout-window-of-one": (("layout", "layers", 0, "window"), 1, "window"),
         "layout-window-beyond-every-model": (("layout", "layers", 0, "window"), (1 << 24) + 1, "window"),
         "layout-window-of-full-attention": (("layout", "layers", 1, "window"), 512, "unknown field 'window'"),

@@ -37,6 +37,15 @@ WINDOW_KINDS = (
 INDEXED_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """Attention that an indexer chooses tokens for; in the second, layers that attend by another's choice."""
 
+STATE_KINDS = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mamba2", "bamba", "falcon_h1", "zamba2", "nemotron_h",
+    "granitemoehybrid", "lfm2", "lfm2_moe", "olmo_hybrid", "kimi_linear",
+)  # fmt: skip
+"""Linear attention and convolutions, alone, beside attention in other layers, or in the same."""
+
+REFUSED_STATE_KINDS = ("mamba", "falcon_mamba", "jamba", "zamba")
+"""Mamba's first kind, which the library cannot continue by more than one token."""
+
 SHARED_KINDS = ("gemma3n_text", "gemma4_text")
 """Layers that reuse another layer's KV, besides windows."""
 
@@ -123,6 +132,75 @@ _EXTRA |= {
         "vocab_size_per_layer_input": 800,
         "hidden_size_per_layer_input": 8,
         "global_head_dim": 32,
+    },
+}
+
+_MAMBA2: dict[str, Any] = {"n_groups": 1, "state_size": 8, "conv_kernel": 4, "expand": 2, "chunk_size": 16}
+
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+
+_EXTRA |= {
+    "qwen3_next": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32},
+    "olmo_hybrid": _DELTA,
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "mamba2": {**_MAMBA2, "num_heads": 8, "head_dim": 16},
+    "jamba": {**_EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 16},
+    "granitemoehybrid": {
+        **_EXPERTS,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 32,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
+    "zamba": {
+        "num_hidden_layers": 5,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 1,
+        "chunk_size": 16,
+        "num_mem_blocks": 1,
+    },
+    "nemotron_h": {
+        **_EXPERTS,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "kimi_linear": {
+        **_EXPERTS,
+        **_LATENT,
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
 }
 

@@ -1,0 +1,129 @@
+"""Segments: one layer's share of a block, as its header describes it (FORMAT.md 4.1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcdn import canonical
+from kvcdn.codec import CODECS, LOSSY_CODECS, Rows
+from kvcdn.digest import Digest
+from kvcdn.errors import CorruptError
+from kvcdn.fields import Fields
+from kvcdn.layout import DTYPE_BYTES, KINDS, MAX_STATE_DIMENSIONS, STATE_NAMES, TENSOR_NAMES
+from kvcdn.seal import TAG_BYTES
+
+MAX_SEGMENT_BYTES = (1 << 32) - 1
+"""Stored length of one segment (FORMAT.md 4.1)."""
+
+MAX_BLOCK_BYTES = 1 << 36
+"""Sanity limit on a whole object, 64 GiB; real blocks have some 10 MB."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One encoded tensor inside a segment."""
+
+    name: str
+    codec: str
+    dtype: str
+    shape: tuple[int, ...]
+    length: int
+
+    @property
+    def is_state(self) -> bool:
+        return self.name in STATE_NAMES
+
+    @property
+    def rows(self) -> Rows:
+        """What it decodes to."""
+        return Rows(self.dtype, self.shape)
+
+    @property
+    def raw_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "codec": self.codec,
+            "dtype": self.dtype,
+            "length": self.length,
+            "name": self.name,
+            "shape": list(self.shape),
+        }
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One layer's share of a block: where its stored bytes lie behind the envelope, and what they hold."""
+
+    layer: int
+    kind: str
+    offset: int
+    length: int
+    blake3: Digest
+    raw_digest: Digest
+    parts: tuple[Part, ...]
+
+    @property
+    def descriptor(self) -> bytes:
+        """What encryption binds: the segment without what depends on the ciphertext or its place."""
+        return canonical.encode_checked(self._descriptor())
+
+    def _descriptor(self) -> dict[str, Any]:
+        parts = [part.to_json() for part in self.parts]
+        return {"kind": self.kind, "layer": self.layer, "length": self.length, "parts": parts}
+
+    def to_json(self) -> dict[str, Any]:
+        hashes = {"blake3": str(self.blake3), "offset": self.offset, "raw_digest": str(self.raw_digest)}
+        return {**self._descriptor(), **hashes}
+
+
+def read_segments(values: Sequence[Any], what: str) -> tuple[Segment, ...]:
+    """The segments of a header. Raises CorruptError."""
+    return tuple(_read_segment(value, index, f"{what}: segment {index}") for index, value in enumerate(values))
+
+
+def _read_segment(value: Any, index: int, what: str) -> Segment:
+    fields = Fields(value, what)
+    kind = fields.choice("kind", tuple(KINDS))
+    count = len(KINDS[kind])
+    segment = Segment(
+        layer=fields.integer("layer", index, index),
+        kind=kind,
+        offset=fields.integer("offset", 0, MAX_BLOCK_BYTES),
+        length=fields.integer("length", TAG_BYTES, MAX_SEGMENT_BYTES),
+        blake3=fields.fixed("blake3", Digest),
+        raw_digest=fields.fixed("raw_digest", Digest),
+        parts=tuple(_read_part(part, what) for part in fields.array("parts", count, count + len(STATE_NAMES))),
+    )
+    fields.done()
+    if [part.is_state for part in segment.parts] != [False] * count + [True] * (len(segment.parts) - count):
+        raise CorruptError(f"{what}: its parts are not those of a {kind} layer and its states")
+    return segment
+
+
+def _read_part(value: Any, what: str) -> Part:
+    fields = Fields(value, f"{what}: part")
+    name = fields.choice("name", TENSOR_NAMES + STATE_NAMES)
+    dimensions = (3, 3) if name in TENSOR_NAMES else (1, MAX_STATE_DIMENSIONS)
+    shape = Fields.integers(fields.array("shape", *dimensions), f"{what}: shape", 1, MAX_SEGMENT_BYTES)
+    part = Part(
+        name=name,
+        codec=fields.choice("codec", (*CODECS, *LOSSY_CODECS)),
+        dtype=fields.choice("dtype", tuple(DTYPE_BYTES)),
+        shape=tuple(shape),
+        length=fields.integer("length", 0, MAX_SEGMENT_BYTES),
+    )
+    fields.done()
+    return part
+
+
+def part_slices(segment: Segment) -> Iterator[tuple[Part, slice]]:
+    """Each part of `segment` with the slice of the decrypted bytes that holds it."""
+    position = 0
+    for part in segment.parts:
+        yield part, slice(position, position + part.length)
+        position += part.length
