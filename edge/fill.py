@@ -43,6 +43,7 @@ class Fill:
         """The envelope is good and there is a place for the bytes."""
         self.spool, self.size, self.etag, self.stored = spool, size, etag, stored
         self._lock.open(size, time.monotonic(), deadline)
+        self._wake()
 
     def advance(self, verified: int) -> None:
         """So many leading bytes are in the spool and proven."""

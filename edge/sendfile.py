@@ -10,12 +10,19 @@ import asyncio
 import os
 import socket
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 """Handed to the kernel in one go: enough to keep a fast reader busy, little enough that others have their turn soon."""
+
+TURN_PIECES = 8
+"""Pieces that a client is given in one turn where it is alone: as many as its socket buffers. Beside others it is one, so that
+nobody's first byte waits for long."""
 
 
 class Sender:
     """The sending side of one connection while a body lasts. For the event loop's thread; close it."""
+
+    active = 0
+    """Clients that are sent a body now."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         """Raises ConnectionError where the connection is closed. Nothing else may write to `transport` before `close`."""
@@ -26,8 +33,10 @@ class Sender:
         self._descriptor = os.dup(connection.fileno())
         self._writable: asyncio.Future[None] | None = None
         self._watching = False
+        Sender.active += 1
 
     def close(self) -> None:
+        Sender.active -= 1
         self._unwatch()
         os.close(self._descriptor)
 
@@ -36,17 +45,20 @@ class Sender:
 
         ConnectionError is the client's, any other the file's. Between pieces others have their turn.
         """
-        done = 0
+        done = turn = 0
         while True:
             try:
                 sent = os.sendfile(self._descriptor, file, start + done, min(PIECE_BYTES, length - done))
             except BlockingIOError:
-                pass
+                turn = TURN_PIECES
             else:
                 done += sent
+                turn += 1
                 if not sent or done == length:
                     return done
-            await self._until_writable()
+            if turn >= TURN_PIECES or Sender.active > 1:
+                await self._until_writable()
+                turn = 0
 
     async def _until_writable(self) -> None:
         self._writable = self._loop.create_future()

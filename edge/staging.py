@@ -13,11 +13,12 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from threading import Lock
+from typing import TypeVar
 
 from kvcdn.edge.index import FileIndex
 from kvcdn.edge.target import ObjectName
@@ -28,6 +29,9 @@ DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """What a file system answers that knows no allocation: the bytes themselves will show whether there is room."""
 
+FOLDER_MODE = 0o700
+"""What is cached here is ciphertext, yet which documents are in use is nobody else's business."""
+
 FILE_MODE = 0o600
 
 PASSING_SHARE = 0.25
@@ -35,6 +39,8 @@ PASSING_SHARE = 0.25
 
 MEMORY_BYTES = 64 << 20
 """What may pass through memory at once where no disk has room: four blocks of the usual size."""
+
+T = TypeVar("T")
 
 log = logging.getLogger("kvcdn.edge.storage")
 
@@ -137,7 +143,8 @@ class Staging:
         """In the cache, once what left for it is deleted. Raises OSError, and nothing is left."""
         room.departed.delete()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return cls(os.open(room.staging, flags, FILE_MODE), room, room.size)
+        descriptor = _with_folder(room.staging.parent, lambda: os.open(room.staging, flags, FILE_MODE))
+        return cls(descriptor, room, room.size)
 
     @classmethod
     def passing(cls, size: int, memory: Memory) -> Staging:
@@ -166,11 +173,12 @@ class Staging:
 
     def commit(self) -> None:
         """Makes the object durable under its final name, if it has a room. Raises OSError."""
-        if self._room is not None:
+        room = self._room
+        if room is not None:
             os.fsync(self._descriptor)
-            self._room.index.add(self._room.final.name)
-            self._room.staging.rename(self._room.final)
-            sync_folder(self._room.final.parent)
+            room.index.add(room.final.name)
+            _with_folder(room.final.parent, lambda: room.staging.rename(room.final))
+            sync_folder(room.final.parent)
 
     def discard(self) -> None:
         """Leaves nothing behind, after a failure anywhere, `commit` included; who reads may go on."""
@@ -180,6 +188,15 @@ class Staging:
         if self._room is not None:
             delete_files([self._room.staging, self._room.final])
             self._room.index.remove([self._room.final.name])
+
+
+def _with_folder(folder: Path, act: Callable[[], T]) -> T:
+    """What `act` gives in `folder`, which is made anew where somebody removed it."""
+    try:
+        return act()
+    except FileNotFoundError:
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        return act()
 
 
 def _allocate(descriptor: int, size: int) -> None:

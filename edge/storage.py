@@ -35,12 +35,9 @@ from pathlib import Path
 
 from kvcdn.edge.eviction import Eviction
 from kvcdn.edge.index import FileIndex, StoredFile
-from kvcdn.edge.staging import FILE_MODE, Departed, Room, delete_files, sync_folder
+from kvcdn.edge.staging import FILE_MODE, FOLDER_MODE, Departed, Room, delete_files, sync_folder
 from kvcdn.edge.target import ObjectName
 from kvcdn.errors import UnavailableError, UsageError
-
-FOLDER_MODE = 0o700
-"""What is cached here is ciphertext, yet which documents are in use is nobody else's business."""
 
 _FANOUT = 256
 """Folders of objects, by the address's first two digits: made once, so that a fill syncs one existing folder."""

@@ -6,8 +6,10 @@ import contextlib
 import http.client
 import os
 import resource
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -484,3 +486,64 @@ def test_fills_beyond_the_places_wait_their_turn(tmp_path: Path) -> None:
         assert 8 == len(store.streams)
         store.go.set()
         assert [_first(document)[1] for document in documents] == [reply.result(20).body for reply in replies]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
+def test_with_every_disk_full_objects_pass_through_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the cache's disk nor that for temporary files takes it: readers have it all the same, within limits."""
+    document = make_document(tokens=1024, layers=4, heads=4, dim=64, seed=3)
+    key, data = _first(document)
+    store = _published(document)
+    with _small_disk(tmp_path / "disk", "1m"):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "disk"))
+        with edge_in_thread(store, tmp_path / "disk" / "cache", capacity="1GB") as edge:
+            for _ in range(3):
+                reply = ask(edge.url, f"/{key}")
+                assert (200, data, "kvcdn; fwd=miss") == (reply.status, reply.body, reply.headers["Cache-Status"])
+                settle(edge.url)
+            assert 0 == disk_bytes(tmp_path / "disk" / "cache")
+        monkeypatch.setattr("kvcdn.edge.staging.MEMORY_BYTES", len(data) - 1)
+        with edge_in_thread(store, tmp_path / "disk" / "cache", capacity="1GB") as edge:
+            reply = ask(edge.url, f"/{key}")
+            assert (503, True) == (reply.status, b"disk is full" in reply.body)
+
+
+def test_a_fill_that_hangs_has_a_successor(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The origin's first answer never goes on. Who asks once that is too old begins another fill; who waited is cut off."""
+    monkeypatch.setattr("kvcdn.edge.fill_lock.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("kvcdn.edge.arrival.FILL_SECONDS", 0.3)
+    monkeypatch.setattr("kvcdn.edge.arrival.SLOWEST_BYTES_PER_SECOND", 10**9)
+    monkeypatch.setattr("kvcdn.edge.fetch.STOP_SECONDS", 0.5)
+    key, data = _first(document)
+    store = _published(document)
+    store.go.clear()
+    with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask_part, edge.url, f"/{key}")
+        assert store.streaming.wait(10)
+        part = waiting.result(20)
+        assert (200, True) == (part.status, data.startswith(part.body))
+        assert len(part.body) < len(data)
+        # The second stream is not held back; the first one still hangs.
+        monkeypatch.setattr("kvcdn.edge.arrival.FILL_SECONDS", 30)
+        late = threading.Timer(0.5, store.go.set)
+        late.start()
+        assert data == ask(edge.url, f"/{key}").body
+        assert [key, key] == store.streams
+        late.join()
+
+
+@pytest.mark.parametrize("gone", ["staging", "objects", "objects/*"])
+def test_folders_that_vanish_are_made_again(document: Document, tmp_path: Path, gone: str) -> None:
+    """Somebody cleans up under a running edge: the next fill is stored as ever."""
+    store = _published(document)
+    keys = list(document.objects)
+    cache = tmp_path / "cache"
+    with edge_in_thread(store, cache) as edge:
+        ask(edge.url, f"/{keys[0]}")
+        settle(edge.url)
+        for folder in cache.glob(gone):
+            shutil.rmtree(folder)
+        for key in keys:
+            assert document.objects[key] == ask(edge.url, f"/{key}").body
+        settle(edge.url)
+        assert sorted(key[-64:] for key in keys) == sorted(path.name[:64] for path in object_files(cache))

@@ -23,6 +23,9 @@ SLOWEST_BYTES_PER_SECOND = 16 * 1024
 """A body may take PATIENCE_SECONDS and this rate on top, waiting time only: a server that drips one byte at a time under the
 stall limit would otherwise hold its reader for ever, and any model prefills faster than this."""
 
+FIRST_BYTES = 64 * 1024
+"""Most of the first piece: an envelope is in it, and whoever waits for that does not wait for more."""
+
 MAX_SKIP_BYTES = 64 << 20
 """Most that is read and thrown away at a server that ignores ranges: beyond the size of any block."""
 
@@ -77,13 +80,13 @@ def resumed(body: Body, span: Span, reopen: Callable[[Span], Body], where: str) 
     Raises UnavailableError when the connection breaks too often, is too slow, or leads to another object than before.
     """
     position, stop = span.clip(body.size)
-    skip, waited, resumes, wanted = body.skip, 0.0, 0, stop - position
+    skip, waited, resumes, wanted, most = body.skip, 0.0, 0, stop - position, FIRST_BYTES
     try:
         yield b""
         while position < stop:
             began = time.monotonic()
             try:
-                piece = _some(body, skip + stop - position)
+                piece = _some(body, min(skip + stop - position, most))
             except BrokenBodyError as error:
                 body.close()
                 resumes += 1
@@ -100,6 +103,7 @@ def resumed(body: Body, span: Span, reopen: Callable[[Span], Body], where: str) 
             position += len(piece)
             if piece:
                 yield piece
+            most = STREAM_CHUNK_BYTES
     finally:
         body.close()
 
@@ -110,7 +114,7 @@ def pause(attempt: int) -> None:
 
 
 def _some(body: Body, wanted: int) -> bytes:
-    piece = body.read(min(STREAM_CHUNK_BYTES, wanted))
+    piece = body.read(wanted)
     if not piece:
         raise BrokenBodyError("the connection was closed")
     return piece
