@@ -71,7 +71,7 @@ def test_the_papers_case():
 def test_defaults_are_said_with_their_sources():
     """Every assumption has a value and a source; all that is preset has a date as well."""
     found = economics()
-    assert {"time": False, "gpu": False, "api": True, "api-cached": True} == found["pays"]
+    assert {"time": False, "gpu": True, "api": True, "api-cached": True} == found["pays"]
     assumed = found["assumptions"]
     assert all(entry["source"] for entry in assumed.values())
     for name in ("model", "stored_ratio", "egress_usd_per_gb", "edge_egress_usd_per_gb", "input_usd_per_million"):
@@ -283,7 +283,7 @@ def test_the_map_says_what_the_command_says():
     )  # fmt: skip
     options |= {"tokens": 3774, "question_tokens": 32, "reads": 1000.0, "days": 30.0, "precision": "bf16", "device": "l40s",
                 "utilisation": 0.4, "gpu_waits": False, "store": "s3", "delivery": "bunny", "hit_ratio": 0.9,
-                "tariff": "gpt-5.6", "link": "office", "open_rate": 2.4e9, "request_bytes": 2.0**20}  # fmt: skip
+                "tariff": "gpt-5.6", "link": "office", "open_rate": 2.4e9, "request_bytes": 2.0**23}  # fmt: skip
     shown = speedups(case_of(options))
     tokens, speed = _LENGTHS[30], _LINKS[20]
     found = economics("--device", "l40s", "--tokens", str(tokens), "--link", f"{speed / 1e6:.6f}MB/s", "--rtt", "0.01")

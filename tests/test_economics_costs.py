@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvcdn.economics.case import CONNECTIONS, DAYS_PER_MONTH, REQUEST_BYTES, STREAMED_BLOCKS, Case, Speed
+from kvcdn.economics.case import CONNECTIONS, DAYS_PER_MONTH, RANGE_BYTES, REQUEST_BYTES, STREAMED_BLOCKS, Case, Speed
 from kvcdn.economics.costs import (
     WITH,
     WITHOUT,
@@ -314,10 +314,15 @@ def test_blocks_are_the_formats():
 def test_requests_are_the_clients():
     """Pieces, connections and streaming are as the client has them; short documents come by whole blocks from an edge."""
     root = Path(__file__).parents[1] / "client"
-    text = (root / "source.py").read_text("utf-8") + (root / "fetch.py").read_text("utf-8")
-    for line in (f"STREAMED_BLOCKS = {STREAMED_BLOCKS}", f"MAX_THREADS = {CONNECTIONS}", "RANGE_BYTES = 1 << 20"):
+    text = "".join((root / name).read_text("utf-8") for name in ("source.py", "stored.py", "fetch.py"))
+    for line in (
+        f"STREAMED_BLOCKS = {STREAMED_BLOCKS}",
+        f"MAX_THREADS = {CONNECTIONS}",
+        "RANGE_BYTES = 1 << 20",
+        "LARGEST_RANGE_BYTES = 8 << 20",
+    ):
         assert f"\n{line}\n" in text
-    assert 1 << 20 == REQUEST_BYTES
+    assert (8 << 20, 1 << 20) == (REQUEST_BYTES, RANGE_BYTES)
     long = case({**BASE, "tokens": 10_000, "piece": float(1 << 20), "ratio": 1.0})
     assert (10_000 * 1e5 / 2**20 / 79 < 13, 79, 79 * 13) == (True, long.blocks, long.ranges)
     assert long.turns_s == math.ceil(79 * 13 / 8) * 0.01

@@ -97,7 +97,7 @@ def test_reads_by_hand(name):
     both = compute(name, TOKENS + QUESTION) / (H100 * count)
     block = min(max(2 ** math.floor(math.log2(2**24 / (kv / TOKENS))), 64), 1024)
     blocks = math.ceil(TOKENS / block)
-    requests = blocks * math.ceil(kv * 0.69 / blocks / 2**20) + 1
+    requests = blocks * math.ceil(kv * 0.69 / blocks / 2**23) + 1
     held = {"qwen3-4b": 8.04e9, "llama-3.1-70b": 141.2e9, "glm-4.6": 710e9, "gpt-oss-120b": 60.8 * 2**30,
             "gemma-3-27b": 54e9, "qwen3.6-27b": 54e9, "deepseek-v3": 671e9}[name]  # fmt: skip
     total = {"glm-4.6": 355e9, "gpt-oss-120b": 116.8e9, "deepseek-v3": 671e9}.get(name, active)

@@ -61,7 +61,7 @@ def economics(
     open_rate: Annotated[
         float, typer.Option(help="Raw KV bytes a second that the reader verifies, decrypts and decodes.")
     ] = 2.4e9,
-    request_bytes: Annotated[float, typer.Option(help="Bytes that one request to the store fetches at most.")] = 1 << 20,
+    request_bytes: Annotated[float, typer.Option(help="Bytes that one request to the store fetches at most.")] = 8 << 20,
     prices: Annotated[
         Path | None, typer.Option(help="TOML file with prices of your own; infra/prices.toml is a sample.")
     ] = None,

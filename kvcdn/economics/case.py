@@ -30,8 +30,11 @@ OPEN_BYTES_PER_S = 2.4e9
 ROUND_TRIPS = 4
 """Before the first byte of KV: TCP, TLS, the match, the block."""
 
-REQUEST_BYTES = 1 << 20
-"""What a reader asks a store for at once (RANGE_BYTES in client/source.py); of an edge too, for long documents."""
+REQUEST_BYTES = 8 << 20
+"""What a reader asks a store for at once (LARGEST_RANGE_BYTES in client/stored.py): most blocks are one request."""
+
+RANGE_BYTES = 1 << 20
+"""What it asks an edge for at once, for long documents (client/source.py)."""
 
 STREAMED_BLOCKS = 16
 """Up to so many blocks an edge streams whole, one request each (client/fetch.py)."""
@@ -155,14 +158,19 @@ class Case:
 
     @cached_property
     def ranges(self) -> int:
-        """Requests for all blocks, read in pieces of `request_bytes`."""
+        """Requests to a store for all blocks, read in pieces of `request_bytes`."""
         return self.blocks * math.ceil(self.stored_bytes / self.blocks / self.request_bytes)
+
+    @cached_property
+    def edge_requests(self) -> int:
+        """Requests to an edge for all blocks: one each, or pieces where they are many."""
+        pieces = math.ceil(self.stored_bytes / self.blocks / RANGE_BYTES)
+        return self.blocks if self.blocks <= STREAMED_BLOCKS else self.blocks * pieces
 
     @property
     def turns_s(self) -> float:
         """Round trips that a connection spends waiting, one for each of its requests in turn."""
-        requests = self.blocks if self.blocks <= STREAMED_BLOCKS else self.ranges
-        return math.ceil(requests / CONNECTIONS) * self.link.round_trip_s
+        return math.ceil(self.edge_requests / CONNECTIONS) * self.link.round_trip_s
 
     @property
     def publications(self) -> int:
@@ -239,7 +247,7 @@ class Case:
             ("round_trip", self.link.round_trip_s, "seconds", self.link.source, ""),
             ("round_trips", self.round_trips, "before the first byte: TCP, TLS, match, block", "assumed", ""),
             ("open_rate", self.open_bytes_per_s, "raw bytes a second: verify, decrypt, decode", "assumed: 8 threads", ""),
-            ("request_bytes", self.request_bytes, "bytes that one request fetches at most", "client/transport.py", ""),
+            ("request_bytes", self.request_bytes, "bytes of one request to the store, at most", "client/stored.py", ""),
             ("connections", CONNECTIONS, "requests under way at once", "client/fetch.py", ""),
             ("requests_per_read", self.ranges + 1, "from the store; one more to match", "computed", ""),
             ("requests_per_fill", self.blocks + 1, "from the store by an edge: whole blocks", "computed", ""),

@@ -10,11 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvcdn.economics.case import GB, REQUEST_BYTES, Speed
+from kvcdn.economics.case import GB, Speed
 from kvcdn.economics.devices import DEVICES, UTILISATION
 from kvcdn.economics.models import MODELS
 from kvcdn.economics.prices import DELIVERIES, STORES, TARIFFS
 from kvcdn.layout import Layout
+
+PIECE_BYTES = 1 << 20
+"""Of a block, where a reader asks a store for a layer or so at a time: what that costs is one of the corrections."""
 
 SOURCE = "arXiv 2606.13361, June 2026"
 
@@ -103,7 +106,7 @@ def _deliveries() -> list[tuple[str, float]]:
             _delivered(s3.egress_usd_per_gb, s3.read_usd_per_1000),
         ),
         (f"delivered by Bunny's volume network, ${bunny.egress_usd_per_gb}/GB", _delivered(bunny.egress_usd_per_gb)),
-        ("delivered from R2 without egress fee, read in pieces of 1 MiB", _delivered(0, r2.read_usd_per_1000, REQUEST_BYTES)),
+        ("delivered from R2 without egress fee, read in pieces of 1 MiB", _delivered(0, r2.read_usd_per_1000, PIECE_BYTES)),
         ("delivered from R2 without egress fee, read by whole blocks", _delivered(0, r2.read_usd_per_1000)),
         ("delivered from S3 within its region, read by whole blocks", _delivered(0, near.read_usd_per_1000)),
         ("delivered by an edge beside the model, nothing paid", 0.0),
@@ -169,8 +172,8 @@ def assumptions() -> dict[str, dict[str, Any]]:
         ("requests_per_read", requests(), "whole blocks by FORMAT.md 2.4, and one to match", "computed"),
         (
             "requests_per_read_in_pieces",
-            requests(REQUEST_BYTES),
-            "pieces of 1 MiB, as kvcdn's client reads a store",
+            requests(PIECE_BYTES),
+            "pieces of 1 MiB, as a reader that asks for layers by themselves",
             "computed",
         ),
         ("h100_peak_flops", h100.peak_flops, "FLOPs a second", h100.source),

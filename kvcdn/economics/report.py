@@ -20,7 +20,6 @@ from kvcdn.economics.prices import DELIVERIES, STORES, TARIFFS
 from kvcdn.economics.thresholds import break_even_link, cheaper_from, faster_from, simple_link
 from kvcdn.economics.verdict import bits, seconds, span, usd
 from kvcdn.errors import UsageError
-from kvcdn.layout import BLOCK_RAW_BYTES
 
 TOKENS = 32_768
 """Length of the document, where a table is about one length."""
@@ -134,14 +133,14 @@ def _cheaper() -> str:
         at = case(name)
         own = replace(at, delivery=DELIVERIES["own"], hit_ratio=0.99)
         near = replace(at, store=STORES["s3-in-region"])
-        whole = replace(at, request_bytes=float(BLOCK_RAW_BYTES))
+        pieces = replace(at, request_bytes=float(paper.PIECE_BYTES))
         cells = [
             cheaper_from(at, "gpu", "origin"),
             cheaper_from(at, "gpu", "edges"),
             cheaper_from(own, "gpu", "edges"),
             cheaper_from(near, "gpu", "origin"),
+            cheaper_from(pieces, "gpu", "zero-egress"),
             cheaper_from(at, "gpu", "zero-egress"),
-            cheaper_from(whole, "gpu", "zero-egress"),
         ]
         rows.append([name, *map(_count, cells)])
     headings = [
@@ -150,8 +149,8 @@ def _cheaper() -> str:
         "Bunny volume edges, 90 % hits",
         "own edges, 99 % hits",
         "S3, same region",
+        "R2, pieces of 1 MiB",
         "R2",
-        "R2, whole blocks",
     ]
     return _table(headings, rows)
 
