@@ -90,7 +90,7 @@ class Delivery:
     def take(self, header: BlockHeader, envelope: bytes, rows: Sequence[Sequence[torch.Tensor]]) -> None:
         """Fills the block from `rows`, layer by layer, that were kept on this host and checked: nothing is asked for."""
         for layer, tensors in enumerate(rows):
-            for place, tensor in zip(self._rows(layer), tensors, strict=True):
+            for place, tensor in zip(self.places(layer), tensors, strict=True):
                 place.copy_(tensor)
         self.header, self.envelope = header, envelope
         self._next_layer, self._stopped, self.held = len(self.wanted), True, True

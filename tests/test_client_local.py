@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,15 +77,19 @@ class CountingSource(StoreSource):
 
     def __init__(self, store):
         super().__init__(store)
-        self.asked = 0
+        self.sessions = []
 
-    def match(self, *arguments, **options):
-        self.asked += 1
-        return super().match(*arguments, **options)
+    def session(self, limit_s=None):
+        """A session that counts."""
+        session = super().session(limit_s)
+        session.match, session.open = Mock(side_effect=session.match), Mock(side_effect=session.open)
+        self.sessions.append(session)
+        return session
 
-    def open(self, *arguments, **options):
-        self.asked += 1
-        return super().open(*arguments, **options)
+    @property
+    def asked(self):
+        """How many requests were made."""
+        return sum(session.match.call_count + session.open.call_count for session in self.sessions)
 
 
 def keep(published, store, leading=TOKENS, boundary=TOKENS):
@@ -211,6 +216,17 @@ def test_of_a_longer_prefix_only_the_rest_is_fetched(tmp_path, store, kind):
             prepared = client.prepare(asked(published, leading, boundary))
             assert prepared.report.tokens_local == prepared.report.tokens_reused == boundary
             assert same_as_stock(published, prepared, leading, blocks)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
+def test_a_model_with_states_is_fetched_each_time(tmp_path, store, kind):
+    """A prefix file has no place for states: such models do without the store."""
+    published = publish_text(tiny_checkpoint(tmp_path / "model", kind, dtype=torch.float32), tokens=TOKENS)
+    answers = [keep(published, store) for _ in range(2)]
+    assert [0, 0] == [answer.report.tokens_local for answer in answers]
+    assert 0 < answers[1].report.tokens_reused
+    assert answers[0].token_ids == answers[1].token_ids
+    assert [] == store.stored()
 
 
 def test_a_rest_that_does_not_come_leaves_what_is_here(published, store):

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from kvcdn.client import Client
+from kvcdn.keys import PRECISION_NATIVE
 from kvcdn.model.load import load_model
 from kvcdn.signing import PublicKey, TrustList
 from kvcdn.stores.local import LocalStore
@@ -60,7 +61,7 @@ def main() -> None:
             "mode": "fetch",
         }
         client = Client(loaded.model, loaded.tokenizer, url, **options)
-        client._supply.gate._canary.vouch({key})
+        client._supply.gate._canary.vouch({(key, PRECISION_NATIVE)})
         children = []
         for _ in range(int(count)):
             child = os.fork()
