@@ -8,7 +8,7 @@ from dataclasses import replace
 from transformers.cache_utils import Cache
 
 from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.local import FetchedPrefix, LocalPrefix
+from kvcdn.client.local import FetchedPrefix, LocalPrefix, can_hold
 from kvcdn.client.match import PublishedPrefix, find_in_precisions
 from kvcdn.client.plan import Aim, Mode
 from kvcdn.client.race import Race
@@ -40,6 +40,7 @@ class Attempt:
         self._fetched: FetchedPrefix | None = None
         chain = Chain(loaded.identity, supply.namespace, prompt.token_ids)
         self._local = self._find_local(chain, aim)
+        self._held: LocalPrefix | None = None
         if self._local is not None and self._local.suffices(chain, prompt.boundaries):
             self._published = PublishedPrefix(self._local.blocks)
         else:
@@ -57,6 +58,7 @@ class Attempt:
                 length=self.length,
                 aim=aim,
                 asked=asked,
+                held=self._held,
             )
         self._explain_short_match()
 
@@ -75,9 +77,11 @@ class Attempt:
             self.report.seconds["local"] = time.perf_counter() - started
 
     def _prefer_longer(self) -> None:
-        """Of what is here and what is published, takes the longer; where they are equally long, what is here."""
+        """Of what is here and what is published, takes the longer, and what is here for its beginning."""
         if self._local is not None and self._local.tokens >= self._published.tokens:
             self._published, self._identity = PublishedPrefix(self._local.blocks), self._loaded.identity
+        elif self._identity == self._loaded.identity:
+            self._local, self._held = None, self._local
         else:
             self._local = None
 
@@ -145,6 +149,8 @@ class Attempt:
             self.close()
             raise
         usable = race.blocks_usable
+        if self._held is not None and usable < len(self._held.blocks):
+            return self._held_alone(race, self._held)
         self._published = PublishedPrefix(self._published.blocks[:usable])
         self.length = min(self._published.tokens, self.length)
         self.record()
@@ -154,6 +160,18 @@ class Attempt:
             layer.declare(self.length)
         self._fetched = self._to_keep(race)
         return build_cache(self._loaded.model, race.layers)
+
+    def _held_alone(self, race: Race, held: LocalPrefix) -> Cache | None:
+        """The cache of what is here, where the rest is not to be fetched."""
+        race.close()
+        if race.error is not None:
+            self.report.miss(race.error)
+        elif race.planned:
+            self.report.reason, self.report.detail = MissReason.PLANNED, race.planned
+        self.report.plan, self.report.bytes_fetched = race.history.to_json(), race.bytes_fetched
+        self.race, self._local, self._held = None, held, None
+        self._published, self.length = PublishedPrefix(held.blocks), held.length
+        return self.complete_cache()
 
     def record(self) -> None:
         """Writes what was mapped, or what came of the race, into the report."""
@@ -183,6 +201,8 @@ class Attempt:
         report.tokens_computed = sum(min(name.end, self.length) - name.start for name in here)
         report.tokens_reused = self.length - report.tokens_computed
         report.blocks_reused = len(self._published.blocks) - len(here)
+        kept = [self._published.blocks[index] for index in race.held]
+        report.tokens_local = sum(min(name.end, self.length) - name.start for name in kept)
         report.bytes_fetched = race.bytes_fetched
         report.seconds["fetch"] = race.history.fetching_s
         report.plan = race.history.to_json()
@@ -190,6 +210,8 @@ class Attempt:
     def _to_keep(self, race: Race) -> FetchedPrefix | None:
         """What this host may keep, taken down before the model writes behind it: exact KV, fetched whole."""
         if self._supply.local is None or race.fetch is None or self._identity.precision != PRECISION_NATIVE:
+            return None
+        if not can_hold(self._identity):
             return None
         # Where the prompt ends with a block, the model reads its last token itself, and writes over the row.
         blocks = tuple(name for name in self._published.blocks if name.end <= self.length)

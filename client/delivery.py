@@ -73,6 +73,7 @@ class Delivery:
         self.waited = 0.0
         self.decoding = 0.0
         self.computed = False
+        self.held = False
         self.lost = False
         self._order = order
         self._layers = layers
@@ -85,6 +86,14 @@ class Delivery:
         self._earlier: dict[int, list[torch.Tensor]] = {}
         self._checkpoint = order.model.layout.is_checkpoint(name.index, name.tokens)
         self._passing = self._worth_passing_over()
+
+    def take(self, header: BlockHeader, envelope: bytes, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Fills the block from `rows`, layer by layer, that were kept on this host and checked: nothing is asked for."""
+        for layer, tensors in enumerate(rows):
+            for place, tensor in zip(self.places(layer), tensors, strict=True):
+                place.copy_(tensor)
+        self.header, self.envelope = header, envelope
+        self._next_layer, self._stopped, self.held = len(self.wanted), True, True
 
     # -- what is there -----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -52,6 +53,13 @@ _LINK_BOUND_SHARE = 0.6
 """Threads that spend more of their time than this waiting for bytes leave the cores to the model."""
 
 
+class Held(Protocol):
+    """What this host has of a prefix already."""
+
+    def fill(self, delivery: Delivery) -> None:
+        """Fills the block of `delivery`, if what is wanted of it is here."""
+
+
 class PrefixFetch:
     """Fills `layers` with the KV of `blocks` in the background. Create, hand the layers to a model, `close` when done."""
 
@@ -65,6 +73,7 @@ class PrefixFetch:
         capacity: int,
         device: torch.device,
         trust: TrustList,
+        held: Held | None = None,
         whole: bool = False,
         max_kl: float | None = None,
         beside: bool = False,
@@ -73,10 +82,10 @@ class PrefixFetch:
     ) -> None:
         """`length` tokens are shown to the model, at most as many as the blocks hold; `capacity` tokens are allocated.
 
-        A block whose certificate is worse than `max_kl` fails with QualityError. `whole` reads every row of every layer, also
-        those that no window reaches. `beside` is for a computation at the same time: whole blocks from the right, and room for
-        every row. `mendable` blocks can be computed where they fail, so that the others go on. `watch` is called every
-        TICK_SECONDS by whoever waits, and may raise.
+        Blocks that are `held` on this host are not asked for. A block whose certificate is worse than `max_kl` fails with
+        QualityError. `whole` reads every row of every layer, also those that no window reaches. `beside` is for a computation
+        at the same time: whole blocks from the right, and room for every row. `mendable` blocks can be computed where they
+        fail, so that the others go on. `watch` is called every TICK_SECONDS by whoever waits, and may raise.
         """
         self._source = source.session()
         self._watch = watch
@@ -96,6 +105,9 @@ class PrefixFetch:
         self._read_from = starts
         order = Order(self._source, model, trust, max_kl, blocks[-1].index if blocks else -1, whole)
         self.deliveries = [Delivery(order, name, wanted[name.index], self.layers) for name in blocks]
+        if held is not None:
+            for one in self.deliveries:
+                held.fill(one)
         self.started = time.perf_counter()
         self.seconds = 0.0
         read = [one for one in self.deliveries if not one.complete]

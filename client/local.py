@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvcdn.block import BlockHeader
+from kvcdn.client.delivery import Delivery
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.errors import CorruptError, KvcdnError
 from kvcdn.keys import BlockName, Chain, ModelIdentity
@@ -44,17 +45,28 @@ Headers = tuple[BlockHeader | None, ...]
 class LocalPrefix:
     """A prompt's leading blocks, mapped and checked. `layers` show `length` tokens to the model.
 
-    `headers` are those of the blocks that it has rows of, by index, without their segments.
+    `headers` are those of the blocks that it has rows of, by index, without their segments; `envelope` gives all of one.
     """
 
     blocks: tuple[BlockName, ...]
     length: int
     layers: list[CacheLayer]
     headers: dict[int, BlockHeader]
+    envelope: Callable[[int], bytes]
 
     @property
     def tokens(self) -> int:
         return self.blocks[-1].end
+
+    def fill(self, delivery: Delivery) -> None:
+        """Fills the block of `delivery` from here, if what is wanted of it is here: the rest of a longer prefix is fetched."""
+        name, index = delivery.name, delivery.name.index
+        if delivery.complete or index >= len(self.blocks) or self.blocks[index].address != name.address:
+            return
+        wanted = list(zip(self.layers, delivery.wanted, strict=True))
+        if index in self.headers and all(layer.first <= name.start for layer, wants in wanted if wants):
+            rows = [layer.rows(name.start, name.end) if wants else [] for layer, wants in wanted]
+            delivery.take(self.headers[index], self.envelope(index), rows)
 
     def suffices(self, chain: Chain, boundaries: tuple[int, ...]) -> bool:
         """Whether no source need be asked for more.
@@ -123,7 +135,7 @@ class LocalPrefixes:
         The chain's last token is left to the model. Raises UsageError for a store that others can get at, and
         UntrustedError.
         """
-        if not _holds(chain.model):
+        if not can_hold(chain.model):
             return None
         for blocks in _candidates(chain, boundaries):
             mapped = self.store.find(chain.model.tag, blocks[-1].address)
@@ -146,7 +158,7 @@ class LocalPrefixes:
         written by another, or does not fit.
         """
         with self._lock:
-            if self._waiting >= MAX_WAITING or not prefix.blocks or not _holds(prefix.model):
+            if self._waiting >= MAX_WAITING or not prefix.blocks or not can_hold(prefix.model):
                 return None
             self._waiting += 1
             if self._writer is None:
@@ -226,7 +238,8 @@ def _load(
         make_layer(spec, file.capacity, length, device, first=first, storage=_tensors(mapped, places, file.tokens, device))
         for spec, first, places in zip(model.layout.layers, file.first, file.places(model.layout), strict=True)
     ]
-    return LocalPrefix(blocks, length, layers, {i: header for i, header in enumerate(headers) if header is not None})
+    found = {index: header for index, header in enumerate(headers) if header is not None}
+    return LocalPrefix(blocks, length, layers, found, lambda index: mapped.memory[file.envelope(index)])
 
 
 def _check(verifier: PrefixVerifier, blocks: Sequence[BlockName], trust: TrustList) -> Headers:
@@ -257,7 +270,7 @@ def _tensors(mapped: MappedFile, places: Sequence[Place], tokens: int, device: t
     return tensors
 
 
-def _holds(model: ModelIdentity) -> bool:
+def can_hold(model: ModelIdentity) -> bool:
     """Whether a prefix file can hold this model's layers."""
     return {spec.kind for spec in model.layout.layers} <= KINDS and not model.layout.state_bytes
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvcdn.client.fetch import TICK_SECONDS, PrefixFetch
+from kvcdn.client.local import LocalPrefix
 from kvcdn.client.plan import Aim, Decision, Mode, Progress, Work, decide
 from kvcdn.client.supply import Supply
 from kvcdn.client.wire_costs import WireCosts
@@ -94,7 +95,9 @@ class Race:
         length: int,
         aim: Aim,
         asked: float,
+        held: LocalPrefix | None = None,
     ) -> None:
+        """`held` is what this host has already of the prefix."""
         self.history = History()
         self.fetch: PrefixFetch | None = None
         self._loaded = loaded
@@ -106,6 +109,7 @@ class Race:
         # States are those of the last block: nothing can be computed beside a fetch of them, nor behind a part of it.
         can_be_both = not identity.layout.state_bytes or aim.mode is Mode.COMPUTE
         self._aim = aim if can_be_both else replace(aim, mode=Mode.FETCH)
+        self._held = held
         self._asked = asked
         self._began = time.perf_counter()
         self._costs = WireCosts(identity)
@@ -135,7 +139,7 @@ class Race:
 
     def _work(self, now: float) -> Work:
         fetch = self.fetch
-        first = 0 if fetch is None else fetch.usable()
+        first = fetch.usable() if fetch is not None else 0 if self._held is None else len(self._held.blocks)
         names = self._blocks[first:]
         block_speed, prompt_speed = self._speeds_now(now)
         block_s = None if block_speed is None else [block_speed.seconds(name.start, name.end) for name in names]
@@ -145,7 +149,7 @@ class Race:
         if prompt_speed is not None:
             prompt_s = prompt_speed.seconds(names[0].start, names[-1].end) if names else 0.0
         if fetch is None:
-            wire: list[float] = self._costs.expected_bytes(self._blocks, self._length)
+            wire: list[float] = self._costs.expected_bytes(self._blocks, self._length)[first:]
         else:
             ratio = self._costs.ratio
             wire = [math.inf if one.lost else one.bytes_left(ratio) for one in fetch.deliveries[first:]]
@@ -210,6 +214,7 @@ class Race:
             device=self._loaded.model.device,
             trust=self._supply.gate.trust,
             max_kl=self._supply.max_kl,
+            held=self._held,
             beside=beside,
             mendable=self._aim.mode is not Mode.FETCH,
             watch=self._watch,
@@ -298,6 +303,13 @@ class Race:
         if self.fetch is None:
             return []
         return [one.name.index for one in self.fetch.deliveries[: self.blocks_usable] if one.computed]
+
+    @property
+    def held(self) -> list[int]:
+        """Which of the usable blocks were kept on this host."""
+        if self.fetch is None:
+            return []
+        return [one.name.index for one in self.fetch.deliveries[: self.blocks_usable] if one.held]
 
     @property
     def planned(self) -> str:

@@ -110,7 +110,7 @@ class Report:
     def __str__(self) -> str:
         line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused, {self.bytes_fetched / 1e6:.1f} MB fetched"
         if self.tokens_local:
-            line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused from this host's store"
+            line += f", {self.tokens_local:,} tokens from this host's store"
         elif self.precision != PRECISION_NATIVE:
             line += f" in {self.precision}"
         if self.tokens_computed:

@@ -57,7 +57,7 @@ class WireCosts:
 
     def remember(self, fetch: PrefixFetch) -> None:
         """Keeps what `fetch` has shown for the next one."""
-        headers = fetch.headers.values()
+        headers = [one.header for one in fetch.deliveries if one.header is not None and one.received and not one.computed]
         decoding, raw = self._measured(fetch), sum(header.raw_bytes for header in headers)
         if decoding is None or not raw:
             return

@@ -119,6 +119,11 @@ class PrefixFile:
         rows = sum(_aligned((self.tokens - place.first) * place.tensor.bytes_per_token) for place in places)
         return places[0].offset + rows + ALIGNMENT_BYTES * (1 + len(places) // PLACES_NOTED)
 
+    def envelope(self, index: int) -> slice:
+        """Where the envelope of block `index` lies."""
+        start = len(self.encoded) + sum(block.envelope for block in self.blocks[:index])
+        return slice(start, start + self.blocks[index].envelope)
+
     def leading(self, address: Digest) -> int:
         """How many blocks lead up to and include `address`. Raises CorruptError where it is none of them."""
         for count, block in enumerate(self.blocks, 1):
@@ -219,9 +224,7 @@ class PrefixVerifier:
         return header
 
     def _header(self, index: int, what: str) -> BlockHeader:
-        blocks = self._file.blocks
-        start = len(self._file.encoded) + sum(block.envelope for block in blocks[:index])
-        envelope = self._data[start : start + blocks[index].envelope]
+        envelope = self._data[self._file.envelope(index)]
         header = open_header(envelope, what)
         if header.envelope_bytes != len(envelope):
             raise CorruptError(f"{what}: its envelope has another length than the file says")

@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from kvcdn.client import Client, MissReason, local
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes
 from kvcdn.client.transport import StoreSource
-from kvcdn.keys import Chain, Namespace
+from kvcdn.keys import Chain, Namespace, PrefixNames, block_key
 from kvcdn.model.cache import build_cache
 from kvcdn.model.tokens import Prompt, encode_chat
 from kvcdn.origin.publish import Publisher
@@ -76,15 +77,19 @@ class CountingSource(StoreSource):
 
     def __init__(self, store):
         super().__init__(store)
-        self.asked = 0
+        self.sessions = []
 
-    def match(self, *arguments, **options):
-        self.asked += 1
-        return super().match(*arguments, **options)
+    def session(self, limit_s=None):
+        """A session that counts."""
+        session = super().session(limit_s)
+        session.match, session.open = Mock(side_effect=session.match), Mock(side_effect=session.open)
+        self.sessions.append(session)
+        return session
 
-    def open(self, *arguments, **options):
-        self.asked += 1
-        return super().open(*arguments, **options)
+    @property
+    def asked(self):
+        """How many requests were made."""
+        return sum(session.match.call_count + session.open.call_count for session in self.sessions)
 
 
 def keep(published, store, leading=TOKENS, boundary=TOKENS):
@@ -186,17 +191,70 @@ def test_a_source_is_asked_where_it_may_have_what_is_worth_it(case):
     """The rule, case by case."""
     held, boundaries, tokens, enough = SUFFICES[case]
     chain = Chain(small_model(), Namespace.public(), [5] * tokens)
-    assert enough == LocalPrefix(chain.prefix(held).blocks, held, [], {}).suffices(chain, boundaries)
+    assert enough == LocalPrefix(chain.prefix(held).blocks, held, [], {}, bytes).suffices(chain, boundaries)
 
 
-def test_a_longer_prefix_at_the_source_replaces_what_is_here(published, store):
-    """The shorter one is used until the longer one was fetched; afterwards that serves both."""
+@pytest.mark.parametrize("kind", ["llama", "gemma3n_text"])
+def test_of_a_longer_prefix_only_the_rest_is_fetched(tmp_path, store, kind):
+    """What is here is its beginning, where it has the rows; the whole is kept, and serves both from then on."""
+    published = publish_text(tiny_checkpoint(tmp_path / "model", kind, dtype=torch.float32), tokens=TOKENS)
     keep(published, store, 2 * BLOCK + 30, 2 * BLOCK)
-    assert [2] == [len(one.header.blocks) for one in store.stored()]
-    assert (TOKENS, 0) == ((report := keep(published, store).report).tokens_reused, report.tokens_local)
-    assert [4] == [len(one.header.blocks) for one in store.stored()]
-    report = keep(published, store, 2 * BLOCK + 30, 2 * BLOCK).report
+    with published.client(local_store=store) as client:
+        prepared = client.prepare(asked(published))
+        report = prepared.report
+        assert (TOKENS, 4, None) == (report.tokens_reused, report.blocks_reused, report.reason)
+        assert same_as_stock(published, prepared)
     assert 2 * BLOCK == report.tokens_local
+    identity = published.loaded.identity
+    names = PrefixNames.of(identity, Namespace.public(), published.token_ids).blocks
+    rest = sum(published.store.stat(block_key(identity.tag, name.address)).size for name in names[2:])
+    assert 0 < report.bytes_fetched <= rest
+    assert max(len(one.header.blocks) for one in store.stored()) == 4
+    with published.client(StoreSource(MemoryStore()), local_store=store) as client:
+        for leading, blocks in ((TOKENS, 4), (2 * BLOCK + 30, 2)):
+            boundary = TOKENS if blocks == 4 else 2 * BLOCK
+            prepared = client.prepare(asked(published, leading, boundary))
+            assert prepared.report.tokens_local == prepared.report.tokens_reused == boundary
+            assert same_as_stock(published, prepared, leading, blocks)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
+def test_a_model_with_states_is_fetched_each_time(tmp_path, store, kind):
+    """A prefix file has no place for states: such models do without the store."""
+    published = publish_text(tiny_checkpoint(tmp_path / "model", kind, dtype=torch.float32), tokens=TOKENS)
+    answers = [keep(published, store) for _ in range(2)]
+    assert [0, 0] == [answer.report.tokens_local for answer in answers]
+    assert 0 < answers[1].report.tokens_reused
+    assert answers[0].token_ids == answers[1].token_ids
+    assert [] == store.stored()
+
+
+def test_a_rest_that_does_not_come_leaves_what_is_here(published, store):
+    """Whatever becomes of the rest, the beginning is used: broken off, or damaged at the source."""
+    keep(published, store, 2 * BLOCK + 30, 2 * BLOCK)
+    names = Chain(published.loaded.identity, Namespace.public(), published.token_ids).prefix(TOKENS).blocks
+    broken = MemoryStore()
+    for info in published.store.list("v1/"):
+        data = bytearray(published.store.read(info.key))
+        if str(names[2].address) in info.key:
+            data[-9] ^= 1
+        broken.create(info.key, [bytes(data)])
+    with published.client(StoreSource(broken), local_store=store) as client:
+        answer = client.generate(asked(published), **GREEDY)
+    report = answer.report
+    assert (2 * BLOCK, 2 * BLOCK, MissReason.CORRUPT) == (report.tokens_reused, report.tokens_local, report.reason)
+    assert alone(published, asked(published)) == answer.token_ids
+    assert [2] == [len(one.header.blocks) for one in store.stored()]
+
+
+def test_where_the_rest_is_computed_what_is_here_is_used(published, store):
+    """The plan may find that the model had better read the rest itself; the beginning is here all the same."""
+    keep(published, store, 2 * BLOCK + 30, 2 * BLOCK)
+    with published.client(local_store=store, mode="auto") as client:
+        client.generate(Prompt(tuple(range(2, 200))), **GREEDY)  # the speed of this model
+        answer = client.generate(asked(published), **GREEDY)
+        assert answer.report.tokens_local >= 2 * BLOCK
+        assert alone(published, asked(published)) == answer.token_ids
 
 
 def test_a_source_that_is_down_leaves_what_is_here(published, store):
@@ -386,7 +444,7 @@ def _agents(published, text: Path, store: LocalStore, *agents: str):
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert 0 == done.returncode, done.stderr
@@ -404,7 +462,20 @@ def test_commands_use_list_and_clear_the_store(published, store, tmp_path, monke
     text.write_text(published.text, "utf-8")
     Publisher(published.loaded, origin, published.key).publish(published.token_ids)
     model = published.loaded.model.config._name_or_path
-    ask = ("ask", text, "What?", "--model", model, "--origin", tmp_path / "origin", "--max-tokens", "2", "--json")
+    ask = (
+        "ask",
+        text,
+        "What?",
+        "--model",
+        model,
+        "--origin",
+        tmp_path / "origin",
+        "--mode",
+        "fetch",
+        "--max-tokens",
+        "2",
+        "--json",
+    )
     assert 0 == kvcdn(*ask, "--no-local").json["report"]["tokens_local"]
     assert [] == kvcdn("cache", "ls", "--json").json["prefixes"]
     assert [0, TOKENS] == [kvcdn(*ask).json["report"]["tokens_local"] for _ in range(2)]

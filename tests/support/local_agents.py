@@ -1,8 +1,8 @@
 """Agents of one host, each a process: `local_agents.py CHECKPOINT TEXT STORE PUBLISHER URL=COUNT...`, a JSON line for each.
 
-COUNT agents ask at once, each with a client of its own on the store; when all are done, those of the next URL do. They tell
-what they were answered, from where, and how much of the mapped file they have changed for themselves. They are forked from a
-process that has loaded the model.
+COUNT agents ask at once; when all are done, those of the next URL do. They tell what they were answered, from where, and how
+much of the mapped file they have changed for themselves. They are forked from a process that has loaded the model and made a
+client, but has not used it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from kvcdn.client import Client
-from kvcdn.model.load import LoadedModel, load_model
+from kvcdn.keys import PRECISION_NATIVE
+from kvcdn.model.load import load_model
 from kvcdn.signing import PublicKey, TrustList
 from kvcdn.stores.local import LocalStore
 
@@ -37,31 +38,35 @@ def mapped_bytes(folder: Path) -> dict[str, int]:
     return totals
 
 
-def ask(loaded: LoadedModel, arguments: list[str]) -> dict[str, object]:
+def ask(client: Client, url: str, text: str) -> dict[str, object]:
     """One agent's question."""
-    checkpoint, text, folder, publisher, url = arguments
-    store, trust = LocalStore(Path(folder)), TrustList.of(PublicKey.from_text(publisher))
-    options = {"checkpoint": checkpoint, "trust": trust, "local_store": store, "mode": "fetch"}
-    with Client(loaded.model, loaded.tokenizer, url, **options) as client:
-        document = Path(text).read_text("utf-8")
-        prepared = client.prepare(client.question(document, QUESTION))
-        output = client.model.generate(**prepared.inputs(), max_new_tokens=TOKENS, do_sample=False)
-        mapped = mapped_bytes(Path(folder))
+    prepared = client.prepare(client.question(Path(text).read_text("utf-8"), QUESTION))
+    output = client.model.generate(**prepared.inputs(), max_new_tokens=TOKENS, do_sample=False)
+    mapped = mapped_bytes(client._local.store.folder)
+    client.close()
     return {"url": url, "tokens": output[0, -TOKENS:].tolist(), "local": prepared.report.tokens_local, "mapped": mapped}
 
 
 def main() -> None:
     """Forks the agents, then waits for them."""
+    checkpoint, text, folder, publisher, *agents = sys.argv[1:]
     torch.set_num_threads(1)
-    loaded = load_model(sys.argv[1])
-    for word in sys.argv[5:]:
+    loaded, key = load_model(checkpoint), PublicKey.from_text(publisher)
+    for word in agents:
         url, _, count = word.partition("=")
+        options = {
+            "checkpoint": checkpoint,
+            "trust": TrustList.of(key),
+            "local_store": LocalStore(Path(folder)),
+            "mode": "fetch",
+        }
+        client = Client(loaded.model, loaded.tokenizer, url, **options)
+        client._supply.gate._canary.vouch({(key, PRECISION_NATIVE)})
         children = []
         for _ in range(int(count)):
             child = os.fork()
             if not child:
-                line = json.dumps(ask(loaded, [*sys.argv[1:5], url]))
-                os.write(1, line.encode() + b"\n")
+                os.write(1, json.dumps(ask(client, url, text)).encode() + b"\n")
                 os._exit(0)
             children.append(child)
         statuses = [os.waitpid(child, 0)[1] for child in children]
