@@ -165,9 +165,11 @@ class StoreReader:
         if self._rest or self._ahead is None:
             return not self._rest
         try:
-            return not self._more(1, 1)
+            # Of a range only what has been asked for: more requests would tell more, and cost more.
+            self._rest = memoryview(self._ahead.take() or b"")
         except UnavailableError:
             return True
+        return not self._rest
 
     def abort(self) -> None:
         self._patience.abort()
