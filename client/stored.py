@@ -68,7 +68,6 @@ class _StoreSession:
 
     def __init__(self, store: BlobStore, meter: LinkMeter, patience: Patience) -> None:
         self._store, self._meter, self._patience = store, meter, patience
-        self._ranged_readers = 0
 
     @property
     def url(self) -> str:
@@ -84,7 +83,6 @@ class _StoreSession:
     def open(self, key: str, *, ranged: bool) -> StoreReader:
         if not ranged:
             return StoreReader(self._store, self._meter, self._patience, key, None)
-        self._ranged_readers += 1
         return StoreReader(self._store, self._meter, self._patience, key, self._range_bytes)
 
     def read(self, key: str, limit: int) -> bytes:
@@ -95,7 +93,8 @@ class _StoreSession:
             reader.close()
 
     def _range_bytes(self) -> int:
-        fair = RANGES_TOGETHER_BYTES // max(self._ranged_readers, 1)
+        # Each reader that is open has a part of our patience.
+        fair = RANGES_TOGETHER_BYTES // max(self._patience.watched, 1)
         return min(max(fair, RANGE_BYTES), LARGEST_RANGE_BYTES)
 
     def link(self) -> LinkEstimate:
