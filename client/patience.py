@@ -158,6 +158,12 @@ class Patience:
             self._waiting.add(waiting)
         self.check()
 
+    @property
+    def watched(self) -> int:
+        """How many there are now."""
+        with self._lock:
+            return len(self._waiting)
+
     def forget(self, waiting: Abortable) -> None:
         """`waiting` has ended by itself."""
         with self._lock:

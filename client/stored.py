@@ -68,7 +68,6 @@ class _StoreSession:
 
     def __init__(self, store: BlobStore, meter: LinkMeter, patience: Patience) -> None:
         self._store, self._meter, self._patience = store, meter, patience
-        self._ranged_readers = 0
 
     @property
     def url(self) -> str:
@@ -84,7 +83,6 @@ class _StoreSession:
     def open(self, key: str, *, ranged: bool) -> StoreReader:
         if not ranged:
             return StoreReader(self._store, self._meter, self._patience, key, None)
-        self._ranged_readers += 1
         return StoreReader(self._store, self._meter, self._patience, key, self._range_bytes)
 
     def read(self, key: str, limit: int) -> bytes:
@@ -95,7 +93,8 @@ class _StoreSession:
             reader.close()
 
     def _range_bytes(self) -> int:
-        fair = RANGES_TOGETHER_BYTES // max(self._ranged_readers, 1)
+        # Each reader that is open has a part of our patience.
+        fair = RANGES_TOGETHER_BYTES // max(self._patience.watched, 1)
         return min(max(fair, RANGE_BYTES), LARGEST_RANGE_BYTES)
 
     def link(self) -> LinkEstimate:
@@ -165,9 +164,11 @@ class StoreReader:
         if self._rest or self._ahead is None:
             return not self._rest
         try:
-            return not self._more(1, 1)
+            # Of a range only what has been asked for: more requests would tell more, and cost more.
+            self._rest = memoryview(self._ahead.take() or b"")
         except UnavailableError:
             return True
+        return not self._rest
 
     def abort(self) -> None:
         self._patience.abort()

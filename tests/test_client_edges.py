@@ -23,6 +23,8 @@ from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
+from support.blocks import make_document
+from support.edge_process import running_edge
 from support.faults import Fault, deaf_port, faulty_link
 from support.scripted import right_answer, scripted
 from support.web import running_web
@@ -332,6 +334,26 @@ def test_the_rest_comes_from_another_edge_only_if_it_is_the_same_object(same):
             near_and_far(source)
             assert DATA == read_all(source)
         assert (1 if same else 2, 1) == (len(one.requests), len(two.requests))
+
+
+def test_a_killed_edge_is_replaced_in_mid_block(tmp_path):
+    """Two real edges, of which one dies while it sends: the rest comes from the other, by the same entity tag."""
+    document = make_document(tokens=512, layers=8, heads=8, dim=64)
+    document.publish(FolderStore(tmp_path / "origin"))
+    (key, data), *_ = document.blocks.items()
+    with contextlib.ExitStack() as running:
+        edges = {
+            edge.url: edge
+            for edge in (running.enter_context(running_edge(str(tmp_path / "origin"), tmp_path / name)) for name in "ab")
+        }
+        with contextlib.closing(EdgesSource(list(edges))) as source:
+            reader = source.open(key, ranged=False)
+            first = bytes(reader.read_exact(100_000))
+            sending = reader._transfer._edge.url
+            edges[sending].process.kill()
+            assert data == first + bytes(reader.read_exact(len(data) - len(first)))
+            assert sending != reader._transfer._edge.url
+            reader.close()
 
 
 def test_a_missing_object_is_missing_on_all_edges(store):

@@ -150,6 +150,65 @@ def test_an_idle_connection_that_the_edge_has_closed_is_no_failure(store):
         assert 20 == len(server.requests)
 
 
+def test_a_connection_that_is_closed_under_a_request_is_no_failure():
+    """The edge's idle limit strikes just as the request is on its way: it is sent again, and not held against the edge."""
+
+    def answer(number, head, client):
+        # Every second request of a connection finds it closed.
+        if number % 2 == 0:
+            client.sendall(right_answer(head, DATA))
+        return number % 2 == 0
+
+    with scripted(answer) as server, contextlib.closing(edge(server.url)) as source:
+        for _ in range(5):
+            assert DATA == source.read(KEY, len(DATA))
+            assert source._group.edges[0].health.well
+        assert 9 == len(server.requests)
+
+
+def test_a_name_with_several_addresses_is_tried_at_each(store):
+    """The one that refuses first costs nothing: an edge may listen on one of them only."""
+    with running_web(store) as web:
+        addresses = [(socket.AF_INET, 1, 6, "", ("127.0.0.1", 9)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", web.port))]
+
+        def look_up(host, port, **options):
+            if options.get("flags"):
+                raise OSError
+            return addresses
+
+        with pytest.MonkeyPatch.context() as patched, contextlib.closing(edge("http://edge.example")) as source:
+            patched.setattr("kvcdn.client.connections.socket.getaddrinfo", look_up)
+            assert DATA == read_all(source)
+            assert 1 == len(web.requests)
+
+
+@pytest.mark.parametrize("end", ["limit", "abort", "never found", "not a name"])
+def test_a_name_that_is_not_found_in_time_holds_nobody(monkeypatch, end):
+    """A resolver cannot be stopped, but left."""
+    go = threading.Event()
+
+    def look_up(host, port, **options):
+        if options.get("flags"):
+            raise OSError
+        if end == "not a name":
+            raise UnicodeError
+        go.wait(30)
+        return []
+
+    monkeypatch.setattr("kvcdn.client.connections.socket.getaddrinfo", look_up)
+    monkeypatch.setattr(tries, "TRIES", 1)
+    session = EdgeSource("http://edge.example", stall_seconds=0.3 if end == "never found" else 600).session(
+        0.2 if end == "limit" else None
+    )
+    timer = threading.Timer(0.1, session.abort if end == "abort" else lambda: None)
+    timer.start()
+    expected = {"limit": "within", "abort": "stopped", "never found": "not found in time", "not a name": "not a host name"}
+    with pytest.raises(UnavailableError, match=expected[end]):
+        session.read(KEY, 10)
+    timer.join()
+    go.set()
+
+
 def test_connections_are_used_again(store):
     """One request after the other needs one connection."""
     with running_web(store) as web, faulty_link(web.port) as link, contextlib.closing(edge(link.url)) as source:
