@@ -30,7 +30,7 @@ from kvcdn.edge.storage import DiskCache, Harm, OpenEntry
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
-from kvcdn.errors import CorruptError, IntegrityError, KvcdnError
+from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, UnavailableError
 from kvcdn.signing import TrustList
 
 RUNNING_FILLS = 8
@@ -175,6 +175,8 @@ class Fetcher:
         except TimeoutError:
             return Refusal(Reason.BUSY, f"{name} waited {WAIT_SECONDS:.0f} s for a place to be filled")
         try:
+            if self._stopping.is_set():
+                raise UnavailableError(f"{name}: the edge is stopping")
             async with asyncio.timeout(FILL_SECONDS + HANG_SECONDS) as limit:
                 await self._receive(fill, limit)
         except KvcdnError as error:

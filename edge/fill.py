@@ -47,6 +47,8 @@ class Fill:
 
     def advance(self, verified: int) -> None:
         """So many leading bytes are in the spool and proven."""
+        if self._lock.state is not FillState.WRITING:
+            return  # a thread that hung goes on after all, when the fill was given up
         self._lock.advance(verified, time.monotonic())
         self._wake()
 

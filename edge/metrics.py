@@ -36,6 +36,7 @@ class Metrics:
             buckets=SECONDS_BUCKETS,
             registry=self.registry,
         )
+        self._counters: dict[tuple[str, int, str], tuple[Counter, Counter, Histogram]] = {}
         self.origin_requests = Counter(
             "kvcdn_edge_origin_requests", "Requests to the origin.", ["operation"], registry=self.registry
         )
@@ -69,9 +70,19 @@ class Metrics:
 
     def observe(self, route: str, status: int, cache: str, size: int, seconds: float) -> None:
         """Counts one answered request."""
-        self.requests.labels(route, str(status), cache).inc()
-        self.response_bytes.labels(route).inc(size)
-        self.seconds.labels(route).observe(seconds)
+        kind = route, status, cache
+        counters = self._counters.get(kind)
+        if counters is None:
+            # Looked up once for each of the few kinds there are: on the way of a small hit it is felt.
+            counters = self._counters[kind] = (
+                self.requests.labels(route, str(status), cache),
+                self.response_bytes.labels(route),
+                self.seconds.labels(route),
+            )
+        requests, response_bytes, spans = counters
+        requests.inc()
+        response_bytes.inc(size)
+        spans.observe(seconds)
 
     def observe_tenant(self, tenant: str, status: int, size: int) -> None:
         """Counts one answered request of `tenant`; of nobody where the name is empty."""

@@ -39,17 +39,22 @@ class Origin:
 
     def stat(self, key: str) -> BlobInfo | None:
         """As a store's. Raises UnavailableError, at once while the origin rests."""
-        return self._watched(lambda: self._store.stat(key))
+        self._admit()
+        return self._watched(lambda: self._store.stat(key), told=True)
 
     def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
         """The object's pieces from `start`; a generator. Raises, at the call, NotFoundError and UnavailableError."""
-        return self._pieces(self._watched(lambda: self._store.stream(key, start)))
+        self._admit()
+        return self._pieces(self._watched(lambda: self._store.stream(key, start), told=False))
 
-    def _watched(self, ask: Callable[[], T]) -> T:
+    def _admit(self) -> None:
         with self._lock:
             rest = self._breaker.rest(self._clock())
             if not self._breaker.admit(self._clock()):
                 raise UnavailableError(f"{self.url} is down and will be tried again in {rest:.0f} s")
+
+    def _watched(self, ask: Callable[[], T], *, told: bool) -> T:
+        """What `ask` gives; `told` where that is the whole answer."""
         try:
             answer = ask()
         except UnavailableError:
@@ -58,17 +63,21 @@ class Origin:
         except KvcdnError:
             self._note(good=True)
             raise
-        self._note(good=True)
+        if told:
+            self._note(good=True)
         return answer
 
     def _pieces(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """`pieces`; how they end says how the origin is, for one that breaks every body begins each well."""
+        good = True
         try:
             yield from pieces
         except UnavailableError:
-            self._note(good=False)
+            good = False
             raise
         finally:
             close_pieces(pieces)
+            self._note(good=good)
 
     def _note(self, *, good: bool) -> None:
         with self._lock:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcdn.edge.breaker import FAILURES, FIRST_REST_SECONDS, LONGEST_REST_SECONDS, PROBE_SECONDS, Breaker
 from kvcdn.edge.fill_lock import GRACE_SECONDS, STILL_SECONDS, FillLock, FillState
+from kvcdn.edge.origins import Origin, close_pieces
+from kvcdn.errors import UnavailableError
+from kvcdn.stores.memory import MemoryStore
 
 SIZE = 1000
 
@@ -142,3 +147,49 @@ def test_failures_that_are_not_in_a_row_do_not_count() -> None:
         breaker.fail(0.0, 0.0)
         breaker.succeed()
     assert not breaker.open
+
+
+class BreakingStore(MemoryStore):
+    """Begins every stream well and breaks it after its first piece, as often as told."""
+
+    def __init__(self, breaks: int) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.create("a", [b"x" * 10])
+
+    def stream(self, key: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
+        return self._pieces(b"".join(super().stream(key, start, length)))
+
+    def _pieces(self, data: bytes) -> Iterator[bytes]:
+        yield data[:5]
+        if self.breaks:
+            self.breaks -= 1
+            raise UnavailableError("the link broke")
+        yield data[5:]
+
+
+def test_an_origin_that_breaks_every_body_is_down() -> None:
+    """That it begins to answer does not make it an origin that answers; one whole body does."""
+    now = [0.0]
+    origin = Origin(BreakingStore(FAILURES), lambda: now[0])
+    for number in range(FAILURES):
+        assert not origin.down, number
+        with pytest.raises(UnavailableError, match="broke"):
+            list(origin.stream("a"))
+    assert origin.down
+    with pytest.raises(UnavailableError, match="tried again in"):
+        origin.stream("a")
+    now[0] += LONGEST_REST_SECONDS
+    assert b"x" * 10 == b"".join(origin.stream("a"))
+    assert not origin.down
+
+
+def test_a_reader_that_stops_early_is_not_the_origins_fault() -> None:
+    """What was asked for and not read to its end has come so far."""
+    now = [0.0]
+    origin = Origin(BreakingStore(0), lambda: now[0])
+    for _ in range(2 * FAILURES):
+        pieces = origin.stream("a")
+        next(pieces)
+        close_pieces(pieces)
+    assert not origin.down
