@@ -1,16 +1,19 @@
 """The reader's side: find, fetch, verify and inject a published KV cache; prefill where that fails, and say why."""
 
+from kvcdn.client.aio import AsyncClient
 from kvcdn.client.answer import Answer, Continuation, Prepared
 from kvcdn.client.client import Client
 from kvcdn.client.conversation import Conversation
 from kvcdn.client.plan import Prices
 from kvcdn.client.prefix import Prefix
+from kvcdn.client.race import StoppedError
 from kvcdn.client.report import Audited, MissReason, Report
-from kvcdn.client.streaming import AnswerStream
+from kvcdn.client.streaming import AnswerStream, Stop
 
 __all__ = [
     "Answer",
     "AnswerStream",
+    "AsyncClient",
     "Audited",
     "Client",
     "Continuation",
@@ -20,4 +23,6 @@ __all__ = [
     "Prepared",
     "Prices",
     "Report",
+    "Stop",
+    "StoppedError",
 ]

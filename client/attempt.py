@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from transformers.cache_utils import Cache
@@ -114,6 +115,11 @@ class Attempt:
                 if self._published.tokens
                 else f"no prefix of this prompt is published at {self._supply.source.url} for this model and namespace"
             )
+
+    def stop_when(self, stopped: Callable[[], bool]) -> None:
+        """Once `stopped` says so, whoever waits for the cache gets StoppedError."""
+        if self.race is not None:
+            self.race.stopped = stopped
 
     def streaming_cache(self) -> Cache | None:
         """A cache that may still be arriving, handed out when the model had better start; None where there is none.

@@ -33,10 +33,11 @@ from kvcdn.client.guard import mark, watch
 from kvcdn.client.local import LocalPrefixes
 from kvcdn.client.plan import Aim, Prices
 from kvcdn.client.prefix import Prefix, common_length
+from kvcdn.client.race import StoppedError
 from kvcdn.client.report import Report
 from kvcdn.client.shelf import Shelf
 from kvcdn.client.sources import open_source
-from kvcdn.client.streaming import AnswerStream, stream_answer
+from kvcdn.client.streaming import AnswerStream, Stop, stream_answer
 from kvcdn.client.supply import Supply
 from kvcdn.client.surroundings import look_around
 from kvcdn.client.tensors import read_prompts
@@ -252,26 +253,31 @@ class Client:
 
     # -- the way of one prompt ----------------------------------------------------------------------------------------------
 
-    def prepare(self, prompt: PromptLike, **wishes: Any) -> Prepared:
+    def prepare(self, prompt: PromptLike, *, stop: Stop | None = None, **wishes: Any) -> Prepared:
         """Inputs for your own call of `model.generate`, complete and verified when this returns.
 
         `wishes` are those of `generate` that are not the model's. Passes of the model beside their cache are compared with the
-        prompt until the client is closed: other ids, masks or positions raise UsageError.
+        prompt until the client is closed: other ids, masks or positions raise UsageError. Raises StoppedError once `stop` is
+        set from another thread.
         """
         started = time.perf_counter()
         aim = self._aim.changed_by(wishes)
         if wishes:
             raise UsageError(f"prepare() takes no {min(wishes)}", hint="mode, deadline, prefer and prices")
         generation = Generation(self.model, self.tokenizer, self.encode(prompt), {})
-        report, cache = self.load_cache(generation.prompt, started, aim)
+        report, cache = self.load_cache(generation.prompt, started, aim, stop)
         if cache is not None:
             mark(cache, generation.prompt.token_ids)
             self.guard()
         return generation.inputs(cache, report)
 
-    def load_cache(self, prompt: Prompt, started: float, aim: Aim | None = None) -> tuple[Report, Cache | None]:
+    def load_cache(
+        self, prompt: Prompt, started: float, aim: Aim | None = None, stop: Stop | None = None
+    ) -> tuple[Report, Cache | None]:
         """The complete cache of `prompt`'s longest published prefix, checked, and the report of a prompt begun at `started`."""
         report, attempt = self._attempt(prompt, started, aim or self._aim)
+        if attempt is not None and stop is not None:
+            attempt.stop_when(stop.is_set)
         return report, None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
 
     def guard(self) -> None:
@@ -283,7 +289,11 @@ class Client:
         generation = Generation(self.model, self.tokenizer, prompt, options)
         report, attempt = self._attempt(prompt, started, aim)
         try:
+            if attempt is not None:
+                attempt.stop_when(generation.stopped)
             output = self._run(generation, report, attempt)
+        except StoppedError:
+            return Answer("", (), report)
         finally:
             if attempt is not None:
                 attempt.close()

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from kvcdn.client.answer import Answer, Continuation, Prepared
 from kvcdn.client.options import check_options
 from kvcdn.client.report import Report
-from kvcdn.client.streaming import PieceStreamer
+from kvcdn.client.streaming import PieceStreamer, Stop
 from kvcdn.model.cache import cache_argument
 from kvcdn.model.states import StateLayer
 from kvcdn.model.tokens import Prompt
@@ -37,10 +37,15 @@ class Generation:
         self._clock = FirstTokenClock()
         self._options = {**checked.options, "stopping_criteria": [*options.get("stopping_criteria", ()), self._clock]}
         self._streamer = options.get("streamer")
+        self._stops = [one for one in options.get("stopping_criteria", ()) if isinstance(one, Stop)]
 
     @property
     def first_token_at(self) -> float:
         return self._clock.at
+
+    def stopped(self) -> bool:
+        """Whether a `Stop` among its criteria was set: nobody waits for the answer any more."""
+        return any(one.is_set() for one in self._stops)
 
     @property
     def may_start_early(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,10 @@ _LEAST_PART = 0.1
 
 class ReplannedError(KvcdnError):
     """The model waits for a layer that had better not be waited for."""
+
+
+class StoppedError(Exception):
+    """Nobody wants the answer any more. Not a KvcdnError: nothing went wrong, and nothing is to be tried instead."""
 
 
 @dataclass
@@ -82,6 +86,7 @@ class Race:
     """Brings the first `length` tokens of a prompt into layers of a cache. `run`, then use what is there, then `close`.
 
     `identity` is the model's in the precision that was found. `asked` is when the question was asked, by time.perf_counter().
+    Set `stopped` to what tells that nobody waits any more: `run`, and layers that are waited for, then raise StoppedError.
     """
 
     def __init__(  # noqa: PLR0913 - by name
@@ -122,6 +127,7 @@ class Race:
         self._on_cpu = loaded.model.device.type == "cpu"
         self._decided = -math.inf
         self._ended: float | None = None
+        self.stopped: Callable[[], bool] = lambda: False
         self._start()
 
     # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -223,6 +229,7 @@ class Race:
     def run(self, *, stream: bool) -> bool:
         """Returns when as much of the prefix is there as will be: True, or, with `stream`, when the model had better start."""
         while True:
+            self._heed()
             decision = self._decide()
             fetch = self.fetch
             if fetch is None or decision.mode is Mode.COMPUTE or fetch.complete:
@@ -239,8 +246,14 @@ class Race:
         self._finish()
         return True
 
+    def _heed(self) -> None:
+        """Raises StoppedError once `stopped` says so."""
+        if self.stopped():
+            raise StoppedError("the answer is not wanted any more")
+
     def _watch(self) -> None:
         """Called while the model waits for a layer."""
+        self._heed()
         if time.perf_counter() - self._decided >= TICK_SECONDS and self._decide().mode is not Mode.FETCH:
             raise ReplannedError("fetching alone is not the fastest way any more")
 
@@ -283,6 +296,7 @@ class Race:
         """Between two layers of a pass: goes on, or raises PrefillStoppedError."""
         if self._running is None:
             return
+        self._heed()
         index, started, _ = self._running
         self._running = (index, started, layer)
         if fetch.is_enough(index):

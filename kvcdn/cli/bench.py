@@ -119,6 +119,34 @@ def restart(
 
 
 @app.command()
+def decode(
+    tokens: Annotated[str, typer.Option(help="Lengths of the cache, in tokens.")] = "1024,4096",
+    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    steps: Annotated[int, typer.Option(min=1, help="Decoded tokens counted of each kind.")] = 40,
+    device: Device = "cpu",
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Time of one decoded token: the cache of a loaded prefix against transformers' own DynamicCache, alternating."""
+    from kvcdn.cli.bench_decode import measure_decode  # noqa: PLC0415 - see kvcdn.cli
+
+    try:
+        lengths = [int(word) for word in tokens.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise UsageError(f"--tokens {tokens} is not a list of lengths", hint="such as 1024,4096")
+    rows = measure_decode(model, lengths, steps, device, note)
+    if as_json:
+        print_json({"model": model, "steps": steps, "rows": rows})
+        return
+    cells = [
+        [f"{row['tokens']:,}", f"{row['ours_ms']:.1f} ms", f"{row['dynamic_ms']:.1f} ms", f"{row['ratio']:.2f}"] for row in rows
+    ]
+    print_table(["TOKENS", "OURS", "DYNAMICCACHE", "RATIO"], cells)
+
+
+@app.command()
 def eviction(
     trace: Annotated[Path, typer.Option(help="JSON lines with hash_ids, a prompt's prefix blocks; .gz is read as well.")],
     capacity: Annotated[str, typer.Option(help="Cache sizes, in percent of the trace's distinct blocks.")] = "1,5,20,50",
