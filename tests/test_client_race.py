@@ -195,7 +195,8 @@ def test_a_known_fast_link_is_fetched_from_and_a_slow_one_is_not(published):
             report = client.prepare(asked(of)).report
         assert mode == report.plan["mode"]
         assert report.plan["why"]
-    assert report.plan["expected"]["compute"] == pytest.approx(4 * 1.1 + 0.4, rel=0.4)
+        if mode == "fetch":  # nothing was computed yet, of which the speed would be remembered as well
+            assert report.plan["expected"]["compute"] == pytest.approx(4 * 1.1 + 0.4, rel=0.4)
 
 
 def test_a_link_that_turns_out_fast_ends_computing_within_a_layer(published):
