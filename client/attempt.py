@@ -40,6 +40,7 @@ class Attempt:
         self._identity = loaded.identity
         self._fetched: FetchedPrefix | None = None
         chain = Chain(loaded.identity, supply.namespace, prompt.token_ids)
+        self._revoked = supply.gate.revoked.current()
         self._local = self._find_local(chain, aim)
         self._held: LocalPrefix | None = None
         if self._local is not None and self._local.suffices(chain, prompt.boundaries):
@@ -70,7 +71,12 @@ class Attempt:
             return None
         started, trust = time.perf_counter(), self._supply.gate.trust
         try:
-            return self._supply.local.find(chain, self.prompt.boundaries, trust, self._loaded.model.device)
+            found = self._supply.local.find(chain, self.prompt.boundaries, trust, self._loaded.model.device)
+            if found is not None:
+                self._revoked.require_model(chain.model.tag)
+                for block in found.blocks:
+                    self._revoked.require_address(block.address)
+            return found
         except KvcdnError as error:
             self.report.local_refused = str(error)
             return None
@@ -94,15 +100,25 @@ class Attempt:
     def _match(self) -> PublishedPrefix:
         started, supply = time.perf_counter(), self._supply
         try:
+            self._revoked.require_model(self._identity.tag)
             self._identity, published = find_in_precisions(
                 supply.source, self._identity, supply.precisions, supply.namespace, self.prompt
             )
-            return published
+            return self._without_revoked(published)
         except KvcdnError as error:
             self.report.miss(error)
             return PublishedPrefix(())
         finally:
             self.report.seconds["match"] = time.perf_counter() - started
+
+    def _without_revoked(self, published: PublishedPrefix) -> PublishedPrefix:
+        """What comes before the first revoked block; the report tells what does not."""
+        count = self._revoked.lead(block.address for block in published.blocks)
+        if count == len(published.blocks):
+            return published
+        self.report.reason = MissReason.REVOKED
+        self.report.detail = f"block {published.blocks[count].address} is revoked, and so are those behind it"
+        return PublishedPrefix(published.blocks[: self._identity.layout.usable_blocks(count)])
 
     def _explain_short_match(self) -> None:
         # The first boundary is the end of the document, or of a chat's opening message.

@@ -35,6 +35,7 @@ from kvcdn.client.plan import Aim, Prices
 from kvcdn.client.prefix import Prefix, common_length
 from kvcdn.client.race import StoppedError
 from kvcdn.client.report import Report
+from kvcdn.client.revoked import Revoked
 from kvcdn.client.shelf import Shelf
 from kvcdn.client.sources import open_source
 from kvcdn.client.streaming import AnswerStream, Stop, stream_answer
@@ -346,5 +347,5 @@ class Client:
         return loaded
 
     def _supply_for(self, loaded: LoadedModel) -> Supply:
-        gate = Gate(loaded, self.trust, self._audit)
+        gate = Gate(loaded, self.trust, self._audit, Revoked(self.trust, self.source))
         return Supply(self.source, gate, self.namespace, self.precisions, self.max_kl, self._local)

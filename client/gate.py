@@ -11,6 +11,7 @@ from typing import Any
 from kvcdn.client.audit import audit_block, auditable, choose_blocks, find_culprit, poison, reason_of
 from kvcdn.client.canary import Canary, Headers, makers
 from kvcdn.client.report import Audited, Report
+from kvcdn.client.revoked import Revoked
 from kvcdn.errors import MismatchError
 from kvcdn.keyring import load_distrust
 from kvcdn.model.load import LoadedModel
@@ -20,8 +21,9 @@ from kvcdn.signing import PublicKey, TrustList
 class Gate:
     """Of one model in memory. `trust` is whom to accept blocks from, less those who failed here or in another process."""
 
-    def __init__(self, loaded: LoadedModel, trust: TrustList, audit: float) -> None:
+    def __init__(self, loaded: LoadedModel, trust: TrustList, audit: float, revoked: Revoked) -> None:
         """`audit` is the probability, 0 to 1, with which one block of a prompt is recomputed."""
+        self.revoked = revoked
         self._loaded = loaded
         self._canary = Canary(loaded)
         self._audit = audit
@@ -31,8 +33,9 @@ class Gate:
     @property
     def trust(self) -> TrustList:
         """Whom to accept blocks from now."""
-        failures = self._canary.failures()
-        return self._trust.without(failures) if failures else self._trust
+        failures, revoked = self._canary.failures(), self.revoked.known.publishers
+        trust = self._trust.without(failures) if failures else self._trust
+        return trust.revoking(revoked) if revoked else trust
 
     def draw(self) -> bool:
         """Whether the next prompt is to be audited."""

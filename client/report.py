@@ -12,6 +12,7 @@ from kvcdn.errors import (
     MismatchError,
     NotFoundError,
     QualityError,
+    RevokedError,
     UnavailableError,
     UnsupportedModelError,
     UntrustedError,
@@ -26,6 +27,7 @@ class MissReason(enum.StrEnum):
     UNAVAILABLE = "unavailable"
     CORRUPT = "corrupt"
     UNTRUSTED = "untrusted"
+    REVOKED = "revoked"
     MISMATCH = "mismatch"
     UNSUPPORTED_MODEL = "unsupported-model"
     QUALITY = "quality"
@@ -37,6 +39,7 @@ class MissReason(enum.StrEnum):
         """The reason that `error` amounts to."""
         for kind, reason in (
             (NotFoundError, cls.NOT_PUBLISHED),
+            (RevokedError, cls.REVOKED),
             (UntrustedError, cls.UNTRUSTED),
             (MismatchError, cls.MISMATCH),
             (QualityError, cls.QUALITY),

@@ -14,6 +14,9 @@ from kvcdn.signing import SIGNATURE_BYTES, PublicKey, SigningKey, verify_signatu
 
 BLOCK_MAGIC = b"KVCDNB1\n"
 MANIFEST_MAGIC = b"KVCDNM1\n"
+REVOCATIONS_MAGIC = b"KVCDNR1\n"
+
+_KINDS = {BLOCK_MAGIC: "block", MANIFEST_MAGIC: "manifest", REVOCATIONS_MAGIC: "list of revocations"}
 
 PREAMBLE_BYTES = 12
 """Magic and header length."""
@@ -51,7 +54,7 @@ def envelope_size(preamble: bytes | memoryview, magic: bytes, what: str) -> int:
     if len(preamble) < PREAMBLE_BYTES:
         raise CorruptError(f"{what}: truncated, {len(preamble)} bytes are too few for an envelope")
     if bytes(preamble[:8]) != magic:
-        raise CorruptError(f"{what}: wrong magic, this is not a kvcdn {'block' if magic == BLOCK_MAGIC else 'manifest'}")
+        raise CorruptError(f"{what}: wrong magic, this is not a kvcdn {_KINDS[magic]}")
     (length,) = struct.unpack_from("<I", preamble, 8)
     if not MIN_HEADER_BYTES <= length <= MAX_HEADER_BYTES:
         raise CorruptError(f"{what}: header length {length} is not between {MIN_HEADER_BYTES} and {MAX_HEADER_BYTES}")

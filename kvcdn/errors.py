@@ -7,6 +7,7 @@
     +-- IntegrityError           exit 4   the bytes are not what they should be
     |   +-- CorruptError                  malformed, or a hash, tag or name does not match
     |   +-- UntrustedError                well signed, by a key that is not on the trust list, or no longer trusted
+    |   |   +-- RevokedError              taken back by somebody on the trust list
     |   +-- MismatchError                 well signed by a trusted key, but not what this model computes from this text
     |   +-- QualityError                  sound and lossy, and its certificate is worse than what was asked for
     +-- UnavailableError         exit 5   a service or a disk did not do its part; trying again may help
@@ -57,6 +58,10 @@ class CorruptError(IntegrityError):
 
 class UntrustedError(IntegrityError):
     """A valid signature by a publisher who is not on the trust list, or whose cache failed an audit."""
+
+
+class RevokedError(UntrustedError):
+    """A publisher, a model or an object that a trusted signer has revoked."""
 
 
 class MismatchError(IntegrityError):

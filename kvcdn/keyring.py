@@ -5,6 +5,7 @@ With `settings`, the only core module that reads files.
 <config>/keys/<name>.pem          Ed25519 signing key, PKCS #8, mode 0600
 <config>/trust                    publishers to accept, a public key and a name a line
 <config>/distrust                 publishers to refuse for all that, a public key, a time and a reason a line
+<config>/revocations/<key>        the last list of what a publisher revokes that was seen, as it was signed
 <config>/namespaces/<name>        32 random bytes in hexadecimal, mode 0600
 """
 
@@ -17,9 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvcdn.errors import NotFoundError, UnavailableError, UsageError
+from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
 from kvcdn.keys import NAMESPACE_SECRET_MIN_BYTES, Namespace
 from kvcdn.paths import config_dir
+from kvcdn.revocation import MAX_REVOCATIONS_BYTES, Revocations, open_revocations
 from kvcdn.signing import PublicKey, SigningKey, TrustList
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -116,6 +118,39 @@ def forgive_publisher(key: PublicKey) -> bool:
     return True
 
 
+def revocations_dir() -> Path:
+    """Where the last lists of revocations lie that were seen on this host, so that no older one passes for the last."""
+    return config_dir() / "revocations"
+
+
+def load_revocations() -> Revocations:
+    """The lists that were seen, by whomever they are. Raises CorruptError for a damaged one: it must not be forgotten."""
+    try:
+        paths = sorted(path for path in revocations_dir().iterdir() if PublicKey.read(path.name))
+    except FileNotFoundError:
+        return Revocations()
+    found = {}
+    for path in paths:
+        listed = open_revocations(_read(path, "list of revocations", "", MAX_REVOCATIONS_BYTES), str(path))
+        if listed.signer is None or path.name != str(listed.signer):
+            raise CorruptError(f"{path}: somebody else's list", hint="remove the file")
+        found[listed.signer] = listed
+    return Revocations(found)
+
+
+def keep_revocations(data: bytes) -> None:
+    """Keeps a sealed list in place of its signer's older one. Raises CorruptError, or UnavailableError."""
+    signer = open_revocations(data, "list of revocations").signer
+    path = revocations_dir() / str(signer)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+            file.write(data)
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise UnavailableError(f"cannot write {path}: {error.strerror}") from None
+
+
 def namespace_path(name: str) -> Path:
     """Where the secret of namespace `name` lies."""
     return config_dir() / "namespaces" / _plain(name)
@@ -165,10 +200,10 @@ def _append(path: Path, line: str, what: str) -> None:
         raise UnavailableError(f"cannot write the {what} {path}: {error.strerror}") from None
 
 
-def _read(path: Path, what: str, hint: str) -> bytes:
+def _read(path: Path, what: str, hint: str, limit: int = _MAX_FILE_BYTES) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(_MAX_FILE_BYTES)
+            return file.read(limit)
     except (FileNotFoundError, IsADirectoryError):
         raise NotFoundError(f"there is no {what} at {path}", hint=hint) from None
     except OSError as error:

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from kvcdn.digest import FixedBytes
-from kvcdn.errors import CorruptError, UntrustedError, UsageError
+from kvcdn.errors import CorruptError, RevokedError, UntrustedError, UsageError
 
 SIGNATURE_BYTES = 64
 
@@ -90,10 +90,11 @@ def verify_signature(key: PublicKey, signature: bytes, signed: bytes, what: str)
 
 @dataclass(frozen=True)
 class TrustList:
-    """Publishers' keys that a reader accepts, each with the name its owner gave it; those `refused` not, with the reason."""
+    """Publishers' keys that a reader accepts, each with the name its owner gave it; those `refused` or `revoked` not."""
 
     names: Mapping[PublicKey, str]
     refused: Mapping[PublicKey, str] = field(default_factory=dict)
+    revoked: Mapping[PublicKey, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, *keys: PublicKey) -> TrustList:
@@ -106,10 +107,16 @@ class TrustList:
 
     def without(self, refused: Mapping[PublicKey, str]) -> TrustList:
         """This list, less those `refused`, each for the reason given."""
-        return TrustList(self.names, {**self.refused, **refused})
+        return TrustList(self.names, {**self.refused, **refused}, self.revoked)
+
+    def revoking(self, revoked: Mapping[PublicKey, str]) -> TrustList:
+        """This list, less those whose keys are `revoked`, each as told."""
+        return TrustList(self.names, self.refused, {**self.revoked, **revoked})
 
     def require(self, key: PublicKey, what: str) -> None:
-        """Raises UntrustedError unless `key` is on the list and not refused."""
+        """Raises UntrustedError unless `key` is on the list and not refused, RevokedError where it is revoked."""
+        if key in self.revoked:
+            raise RevokedError(f"{what}: published by {key.text}, whose key was {self.revoked[key]}")
         if key in self.refused:
             raise UntrustedError(
                 f"{what}: published by {key.text}, who is no longer trusted: {self.refused[key]}",

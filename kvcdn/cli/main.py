@@ -24,6 +24,7 @@ from kvcdn.cli import (
     listing,
     publish,
     remove,
+    revoke,
     token,
     trust,
     upkeep,
@@ -54,6 +55,7 @@ app.command("inspect")(inspect.inspect_object)
 app.command("ls")(listing.list_documents)
 app.command("rm")(remove.remove)
 app.command()(remove.retire)
+app.command()(revoke.revoke)
 app.command("cp")(copy.copy)
 app.command("gc")(upkeep.collect)
 app.command("fsck")(upkeep.check)

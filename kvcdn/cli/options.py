@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcdn.errors import UsageError
+from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.paths import data_dir
 
 if TYPE_CHECKING:
@@ -70,7 +70,17 @@ def open_origin(origin: str | None, endpoint: str | None) -> BlobStore:
     """The store that --origin names, by default the user's own folder. Reads and writes, but for http(s)."""
     from kvcdn.stores import open_store  # noqa: PLC0415 - see kvcdn.cli
 
-    return open_store(origin or str(data_dir() / "origin"), endpoint=endpoint)
+    return open_store(origin or default_origin(), endpoint=endpoint)
+
+
+def default_origin() -> str:
+    """The user's own folder, which is there from now on."""
+    folder = data_dir() / "origin"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise UnavailableError(f"cannot make {folder}: {error.strerror}", hint="name an origin with --origin") from None
+    return str(folder)
 
 
 def open_source(edges: list[str] | None, origin: str | None, endpoint: str | None, token: str | None) -> Source:
@@ -85,7 +95,7 @@ def open_source(edges: list[str] | None, origin: str | None, endpoint: str | Non
             )
     if urls:
         return open_(urls, token=token)
-    return open_(origin or str(data_dir() / "origin"), endpoint=endpoint)
+    return open_(origin or default_origin(), endpoint=endpoint)
 
 
 def trust_list(path: Path | None) -> TrustList:
