@@ -15,6 +15,7 @@ from kvcdn.client.verify import verify_prefix
 from kvcdn.errors import QualityError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key, read_precisions
 from kvcdn.manifest import open_manifest
+from kvcdn.model import bases
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.quality import Judge
 from kvcdn.model.shelf import Shelf
@@ -45,6 +46,12 @@ def publish_in_all(folder):
     publisher = Publisher(found.loaded, found.store, found.key)
     found.results = {"native": found.result} | {name: publisher.publish(found.token_ids, precision=name) for name in LOSSY}
     return found
+
+
+@pytest.fixture(autouse=True)
+def _no_bases_in_memory(monkeypatch):
+    """Each test is a process that has not met the model before."""
+    monkeypatch.setattr(bases, "_known", {})
 
 
 def names_in(published, precision):
