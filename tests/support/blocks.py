@@ -82,7 +82,7 @@ def make_basis(layout: Layout, seed: int = 0) -> Basis:
         matrices = np.stack([np.rint(turn / scale).astype(np.int8) for turn, scale in zip(turns, scales, strict=True)])
         frequencies = (10_000.0 ** -np.linspace(0, 0.9, spec.dim // 4)).astype("<f8").tobytes()
         rope = Rope(frequencies, interleaved=number % 4 == 0) if spec.name == "k" else None
-        return TensorBasis(rng.normal(size=(spec.heads, spec.dim)).astype("<f4"), scales, matrices, rope)
+        return TensorBasis(rng.normal(0, 0.05, (spec.heads, spec.dim)).astype("<f4"), scales, matrices, rope)
 
     numbered = iter(range(1000))
     return Basis.build(layout, [[tensor(spec, next(numbered)) for spec in layer.tensors] for layer in layout.layers])
