@@ -104,7 +104,9 @@ class PrefixFetch:
             for index, spec in enumerate(specs)
         ]
         self._read_from = starts
-        order = Order(self._source, model, trust, Bases(self._source.read, model), max_kl, blocks[-1].index if blocks else -1, whole)
+        order = Order(
+            self._source, model, trust, Bases(self._source.read, model), max_kl, blocks[-1].index if blocks else -1, whole
+        )
         self.deliveries = [Delivery(order, name, wanted[name.index], self.layers) for name in blocks]
         if held is not None:
             for one in self.deliveries:
