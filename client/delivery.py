@@ -15,6 +15,7 @@ from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import CorruptError, QualityError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.layout import Layout
+from kvcdn.model.bases import Bases
 from kvcdn.model.cache import CacheLayer
 from kvcdn.model.layers import TORCH_DTYPES
 from kvcdn.model.prefill import tensor_bytes
@@ -52,6 +53,7 @@ class Order:
     source: Source
     model: ModelIdentity
     trust: TrustList
+    bases: Bases
     max_kl: float | None = None
     last: int = -1
     whole: bool = False
@@ -179,7 +181,9 @@ class Delivery:
         on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
         if self._keys is None:
             raise RuntimeError("a layer is read before its header")
-        open_segment(header, self._keys, layer, stored, scratch, [tensor_bytes(tensor) for tensor in on_cpu])
+        order = self._order
+        basis = order.bases.get(header.basis, order.trust).tensors[layer] if header.basis else ()
+        open_segment(header, self._keys, layer, stored, scratch, [tensor_bytes(tensor) for tensor in on_cpu], basis)
         for place, tensor in zip(places, on_cpu, strict=True):
             if place is not tensor:
                 place.copy_(tensor)

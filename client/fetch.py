@@ -27,6 +27,7 @@ from kvcdn.client.delivery import Delivery, Order, layers_to_read
 from kvcdn.client.source import Source
 from kvcdn.errors import KvcdnError, UnavailableError, UntrustedError
 from kvcdn.keys import BlockName, ModelIdentity
+from kvcdn.model.bases import Bases
 from kvcdn.model.cache import make_layer
 from kvcdn.signing import TrustList
 
@@ -103,7 +104,9 @@ class PrefixFetch:
             for index, spec in enumerate(specs)
         ]
         self._read_from = starts
-        order = Order(self._source, model, trust, max_kl, blocks[-1].index if blocks else -1, whole)
+        order = Order(
+            self._source, model, trust, Bases(self._source.read, model), max_kl, blocks[-1].index if blocks else -1, whole
+        )
         self.deliveries = [Delivery(order, name, wanted[name.index], self.layers) for name in blocks]
         if held is not None:
             for one in self.deliveries:

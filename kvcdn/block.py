@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from blake3 import blake3
 
+from kvcdn.basis import BasisName, read_basis_name
 from kvcdn.certificate import Certificate, read_certificate
-from kvcdn.codec import CODECS, MAX_EXPANSION_BYTES, Buffer, Encoded, decode_part, encode_smallest
+from kvcdn.codec import CODECS, MAX_EXPANSION_BYTES, Buffer, Encoded, Rows, decode_part, encode_smallest
 from kvcdn.digest import Digest, ModelTag, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
-from kvcdn.keys import PRECISION_NATIVE, PRECISIONS, BlockName, ModelIdentity
+from kvcdn.keys import PRECISION_NATIVE, PRECISIONS, TRANSFORMED, BlockName, ModelIdentity
 from kvcdn.layout import (
     DTYPE_BYTES,
     MAX_BLOCK_TOKENS,
@@ -31,6 +33,12 @@ from kvcdn.producer import Producer
 from kvcdn.seal import TAG_BYTES, ObjectKeys, segment_associated_data
 from kvcdn.segment import MAX_BLOCK_BYTES, MAX_SEGMENT_BYTES, Part, Segment, part_slices, read_segments
 from kvcdn.signing import PublicKey, SigningKey
+
+CODECS_OF = {
+    precision: (*CODECS, *(() if precision == PRECISION_NATIVE else ("tc",) if precision in TRANSFORMED else ("quant",)))
+    for precision in PRECISIONS
+}
+"""The codecs that parts of each precision may have (FORMAT.md 2.5)."""
 
 MAX_START = 1 << 24
 
@@ -49,6 +57,7 @@ class BlockHeader:
     commitment: Digest
     producer: Producer
     certificate: Certificate | None
+    basis: BasisName | None
     segments: tuple[Segment, ...]
     publisher: PublicKey
     envelope_bytes: int
@@ -103,6 +112,7 @@ def open_header(data: Buffer, what: str) -> BlockHeader:
         commitment=fields.fixed("commitment", Digest),
         producer=Producer.from_json(fields.any("producer"), what),
         certificate=read_certificate(fields, precision, what),
+        basis=read_basis_name(fields, precision, what),
         segments=read_segments(fields.array("segments", 1, MAX_LAYERS), what),
         publisher=envelope.publisher,
         envelope_bytes=envelope.size,
@@ -118,12 +128,18 @@ def open_header(data: Buffer, what: str) -> BlockHeader:
 
 
 def open_segment(
-    header: BlockHeader, keys: ObjectKeys, index: int, stored: Buffer, scratch: bytearray, outs: Sequence[memoryview]
+    header: BlockHeader,
+    keys: ObjectKeys,
+    index: int,
+    stored: Buffer,
+    scratch: bytearray,
+    outs: Sequence[memoryview],
+    basis: Sequence[Any] = (),
 ) -> None:
     """Verifies, decrypts and decodes segment `index` into `outs`, one writable byte view a part, of exactly its raw size.
 
-    `scratch` is working memory that is grown as needed and may be reused by the same thread. Raises CorruptError; `outs` may
-    then hold anything.
+    `scratch` is working memory that is grown as needed and may be reused by the same thread. `basis` has the layer's parts of
+    the basis that `header.basis` names, one a tensor. Raises CorruptError; `outs` may then hold anything.
     """
     segment = header.segments[index]
     what = f"block {header.address}, layer {index}"
@@ -135,10 +151,11 @@ def open_segment(
     with memoryview(scratch) as whole, whole[:size] as encoded:
         associated = segment_associated_data(header.address, segment.descriptor)
         keys.open_into(index, associated, stored, encoded, what)
-        for (part, place), out in zip(part_slices(segment), outs, strict=True):
+        for number, ((part, place), out) in enumerate(zip(part_slices(segment), outs, strict=True)):
+            rows = Rows(part.dtype, part.shape, header.start, basis[number] if number < len(basis) else None)
             # Released here: a view kept alive by an error's traceback would stop `scratch` from ever growing again.
             with encoded[place] as piece:
-                decode_part(part.codec, piece, part.rows, out, f"{what}, {part.name}")
+                decode_part(part.codec, piece, rows, out, f"{what}, {part.name}")
 
 
 def seal_block(
@@ -148,6 +165,7 @@ def seal_block(
     layers: Sequence[Sequence[Buffer | Encoded]],
     key: SigningKey,
     certificate: Certificate | None = None,
+    basis: BasisName | None = None,
 ) -> list[bytes]:
     """A block's bytes in pieces, envelope first; `layers[i][j]` are the raw bytes of tensor j of layer i (FORMAT.md 2.3).
 
@@ -180,6 +198,7 @@ def seal_block(
         "producer": producer.to_json(),
         "segments": [segment.to_json() for segment in segments],
         **({} if certificate is None else {"certificate": certificate.to_json()}),
+        **({} if basis is None else {"basis": basis.to_json()}),
     }
     return [seal_envelope(BLOCK_MAGIC, header, key), *stored]
 
@@ -280,8 +299,10 @@ def _check_parts(header: BlockHeader, what: str) -> None:
         for part in segment.parts:
             if part.raw_bytes > MAX_SEGMENT_BYTES or part.length > part.raw_bytes + MAX_EXPANSION_BYTES:
                 raise CorruptError(f"{what}: segment {segment.layer}: part {part.name} is too long for its shape")
-            if (part.is_state or header.precision == PRECISION_NATIVE) and part.codec not in CODECS:
-                raise CorruptError(f"{what}: segment {segment.layer}: the codec {part.codec} is not one of native precision")
+            if part.codec not in (CODECS if part.is_state else CODECS_OF[header.precision]):
+                raise CorruptError(
+                    f"{what}: segment {segment.layer}: the codec {part.codec} is not one of {header.precision} precision"
+                )
             if not part.is_state and part.shape[0] != header.tokens:
                 raise CorruptError(f"{what}: segment {segment.layer} holds {part.shape[0]} tokens, the block {header.tokens}")
         end += segment.length

@@ -53,6 +53,10 @@ class Rows:
 
     dtype: str
     shape: tuple[int, ...]
+    start: int = 0
+    """Position of the first token."""
+    basis: Any = None
+    """The tensor's own part of the model's basis, a kvcdn.codecs.basis.TensorBasis, for codecs that need one."""
 
     @property
     def typesize(self) -> int:
@@ -147,7 +151,7 @@ def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, what: str) -> No
 CODECS: Mapping[str, Codec] = {"raw": RawCodec(), "blosc2": BloscCodec()}
 """The lossless codecs."""
 
-LOSSY_CODECS = ("quant",)
+LOSSY_CODECS = ("quant", "tc")
 
 _CODES = BloscCodec(_BLOSC_CODES_LEVEL)
 
@@ -172,8 +176,9 @@ def decode_part(codec: str, encoded: Buffer, rows: Rows, out: memoryview, what: 
 def _lossy_decoder(codec: str) -> Callable[[Buffer, Rows, memoryview, str], None]:
     """The decoder of a codec that is one of `LOSSY_CODECS`."""
     from kvcdn.codecs.quant import decode_grid  # noqa: PLC0415 - an edge does without arrays
+    from kvcdn.codecs.transform import decode_transform  # noqa: PLC0415
 
-    return {"quant": decode_grid}[codec]
+    return {"quant": decode_grid, "tc": decode_transform}[codec]
 
 
 def pack(raw: bytes, typesize: int) -> bytes:

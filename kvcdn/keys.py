@@ -19,7 +19,10 @@ from kvcdn.layout import Layout
 PRECISION_NATIVE = "native"
 """The KV exactly as the model computed it, in the layout's dtypes."""
 
-PRECISIONS = (PRECISION_NATIVE, "int8", "int4")
+TRANSFORMED = ("tc-high", "tc-medium", "tc-low")
+"""Precisions that need the model's basis."""
+
+PRECISIONS = (PRECISION_NATIVE, "int8", "int4", *TRANSFORMED)
 """How KV is kept (FORMAT.md 2.5). The precision is in the seed of every name, so that no chain holds blocks of two."""
 
 EXACT_TOKENS = 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcdn import canonical
-from kvcdn.codec import CODECS, LOSSY_CODECS, Rows
+from kvcdn.codec import CODECS, LOSSY_CODECS
 from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
@@ -35,11 +35,6 @@ class Part:
     @property
     def is_state(self) -> bool:
         return self.name in STATE_NAMES
-
-    @property
-    def rows(self) -> Rows:
-        """What it decodes to."""
-        return Rows(self.dtype, self.shape)
 
     @property
     def raw_bytes(self) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvcdn.block import seal_block
 from kvcdn.codec import Buffer, Encoded
-from kvcdn.codecs.choice import encode_tensor
-from kvcdn.keys import PRECISION_NATIVE, Namespace, PrefixNames
+from kvcdn.codecs.choice import GridEncoder
+from kvcdn.errors import UsageError
+from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, Namespace, PrefixNames
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.origin.publish import check_length, published_part, require_lossy
@@ -47,6 +48,8 @@ def estimate_publish(
     The quality of a lossy precision is not measured here.
     """
     loaded = loaded.current()
+    if precision in TRANSFORMED:
+        raise UsageError(f"the size in {precision} hangs on the whole document: nothing less than publishing tells it")
     token_ids = published_part(loaded, token_ids)
     check_length(loaded, len(token_ids))
     identity = replace(loaded.identity, precision=precision)
@@ -56,11 +59,10 @@ def estimate_publish(
     layers: list[list[Buffer | Encoded]] = [list(layer) for layer in block.raw_layers()]
     if precision != PRECISION_NATIVE:
         require_lossy(loaded, precision)
-        specs = identity.layout.layers
-        last = len(names.blocks) == 1
+        encoder = GridEncoder(identity.layout, precision, len(token_ids))
         layers = [
-            [encode_tensor(raw, tensor, first, precision, last=last) for raw, tensor in zip(layer, spec.tensors, strict=True)]
-            for layer, spec in zip(block.raw_layers(), specs, strict=True)
+            [encoder.encode(raw, layer, tensor, first) for tensor, raw in enumerate(tensors)]
+            for layer, tensors in enumerate(block.raw_layers())
         ]
     stored = sum(map(len, seal_block(identity, first, loaded.producer, layers, SigningKey.generate())))
     raw = identity.layout.raw_bytes(len(token_ids))

@@ -10,64 +10,137 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 import torch
 
 from kvcdn.certificate import Certificate
 from kvcdn.codec import Buffer, Encoded
-from kvcdn.codecs.choice import encode_tensor
-from kvcdn.keys import PRECISION_NATIVE, BlockName
+from kvcdn.codecs.basis import Basis
+from kvcdn.codecs.carrier import carry
+from kvcdn.codecs.choice import GridEncoder, TensorEncoder, TransformEncoder, row_exponents
+from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames
 from kvcdn.manifest import BlockEntry
+from kvcdn.model.calibrate import calibrate, calibration_texts
+from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import tensor_bytes
 from kvcdn.model.quality import Judge, Kv
+from kvcdn.model.sensitivity import row_gradients
+from kvcdn.model.shelf import Shelf
 from kvcdn.origin.run import Run
 
-LADDER = {"int4": "int8", "int8": PRECISION_NATIVE}
+LADDER = {
+    "int4": "int8",
+    "int8": PRECISION_NATIVE,
+    "tc-low": "tc-medium",
+    "tc-medium": "tc-high",
+    "tc-high": PRECISION_NATIVE,
+}
 """The next finer precision of each."""
 
 EncodedBlock = list[list[Buffer | Encoded]]
 
 
-def publish_lossy(
-    run_of: Callable[[str], Run],
-    token_ids: Sequence[int],
-    precision: str,
-    max_kl: float | None,
-    *,
-    label: str,
-    expires: int | None,
-) -> Run | None:
-    """Publishes in `precision`, or in the next finer one that is good enough. None where only native precision is."""
-    run = run_of(precision)
-    existing = run.existing_manifest()
-    if existing is not None and run.is_complete() and existing.certificate and existing.certificate.meets(max_kl):
-        run.leave(existing)
-        return run
-    native = run_of(PRECISION_NATIVE)
-    exact = native.compute(token_ids)
-    judge = Judge(native.loaded, token_ids, exact)
-    while precision != PRECISION_NATIVE:
-        run = run_of(precision)
-        run.after(native)
-        lossy = _Lossy(run, exact)
-        certificate = judge.certify(lossy.decoded)
-        if certificate.meets(max_kl):
-            existing = run.existing_manifest()
-            if existing is not None and run.is_complete():
-                run.leave(existing)
-            else:
-                blocks = partial(lossy.write, certificate)
-                run.write(blocks, existing, certificate, label=label, expires=expires)
+class LossyPublishing:
+    """Publishes one document. `run_of` makes a run in a precision; `run_for` one of any prefix."""
+
+    def __init__(
+        self,
+        run_of: Callable[[str], Run],
+        run_for: Callable[[PrefixNames], Run],
+        token_ids: Sequence[int],
+        max_kl: float | None,
+    ) -> None:
+        self._run_of = run_of
+        self._run_for = run_for
+        self._ids = token_ids
+        self._max_kl = max_kl
+
+    def publish(self, precision: str, *, label: str, expires: int | None) -> Run | None:
+        """Publishes in `precision`, or in the next finer one that is good enough. None where only native precision is."""
+        run = self._run_of(precision)
+        existing = run.existing_manifest()
+        if existing is not None and run.is_complete() and existing.certificate and existing.certificate.meets(self._max_kl):
+            run.leave(existing)
             return run
-        precision = LADDER[precision]
-    return None
+        native = self._run_of(PRECISION_NATIVE)
+        exact = native.compute(self._ids)
+        judge = Judge(native.loaded, self._ids, exact)
+        encoders = _Encoders(native.loaded, self._ids, exact)
+        while precision != PRECISION_NATIVE:
+            run = self._run_of(precision)
+            run.after(native)
+            lossy = _Lossy(run, exact, encoders.of(precision))
+            certificate = judge.certify(lossy.decoded)
+            if certificate.meets(self._max_kl):
+                existing = run.existing_manifest()
+                if existing is not None and run.is_complete():
+                    run.leave(existing)
+                    return run
+                if precision in TRANSFORMED:
+                    self._publish_basis(run, encoders.basis)
+                run.write(partial(lossy.write, certificate), existing, certificate, label=label, expires=expires)
+                return run
+            precision = LADDER[precision]
+        return None
+
+    def _publish_basis(self, run: Run, basis: Basis) -> None:
+        """Brings the basis to the origin, before the blocks that name it."""
+        name = basis.name
+        names = PrefixNames.of(name.identity(run.loaded.identity), Namespace.public(), name.token_ids)
+        carrier = self._run_for(names)
+        existing = carrier.existing_manifest()
+        if existing is not None and carrier.is_complete():
+            return
+        carrier.write(
+            lambda: [carrier.write_block(block, carry(basis, block)) for block in names.blocks],
+            existing,
+            label=f"basis {str(name.digest)[:12]}",
+            expires=None,
+        )
+
+
+class _Encoders:
+    """The encoders of one document, made when they are asked for."""
+
+    def __init__(self, loaded: LoadedModel, token_ids: Sequence[int], exact: Kv) -> None:
+        self._loaded = loaded
+        self._ids = token_ids
+        self._exact = exact
+        self._basis: Basis | None = None
+        self._exponents: list[list[np.ndarray]] = []
+
+    def of(self, precision: str) -> TensorEncoder:
+        """The encoder of a lossy precision."""
+        layout = self._loaded.identity.layout
+        if precision not in TRANSFORMED:
+            return GridEncoder(layout, precision, len(self._ids))
+        if not self._exponents:
+            basis, slopes = self.basis, next(row_gradients(self._loaded, self._ids, self._exact, samples=1))
+            self._exponents = [
+                [row_exponents(slope.numpy(), one) for slope, one in zip(rows, ones, strict=True)]
+                for rows, ones in zip(slopes, basis.tensors, strict=True)
+            ]
+        return TransformEncoder(layout, precision, self.basis, self._exponents)
+
+    @property
+    def basis(self) -> Basis:
+        """The model's basis: this machine's, or a new one, which takes a few prefills."""
+        if self._basis is None:
+            shelf = Shelf(self._loaded.identity.tag, self._loaded.identity.layout)
+            self._basis = shelf.latest()
+            if self._basis is None:
+                self._basis = calibrate(self._loaded, calibration_texts())
+                shelf.put(self._basis)
+        return self._basis
 
 
 class _Lossy:
     """The KV of one prefix in a lossy precision: encoded, and decoded again as every reader will decode it."""
 
-    def __init__(self, run: Run, exact: Kv) -> None:
+    def __init__(self, run: Run, exact: Kv, encoder: TensorEncoder) -> None:
         self._run = run
         self._exact = exact
+        self._encoder = encoder
         self.decoded: Kv = [tuple(torch.empty_like(tensor) for tensor in layer) for layer in exact]
         self._there: dict[int, BlockEntry] = {}
         self._encoded: dict[int, EncodedBlock] = {}
@@ -76,8 +149,9 @@ class _Lossy:
 
     def write(self, certificate: Certificate) -> list[BlockEntry]:
         """Creates the blocks that are not there, and returns the entries of all."""
+        basis = self._encoder.basis
         return [
-            self._there.get(name.index) or self._run.write_block(name, self._encoded[name.index], certificate)
+            self._there.get(name.index) or self._run.write_block(name, self._encoded[name.index], certificate, basis)
             for name in self._run.names.blocks
         ]
 
@@ -91,11 +165,10 @@ class _Lossy:
 
     def _encode(self, name: BlockName, layer: int, tensor: int) -> Buffer | Encoded:
         """Encodes one tensor of a block, and fills its rows of `decoded`."""
-        model, tokens = self._run.names.model, slice(name.start, name.end)
-        raw = tensor_bytes(self._exact[layer][tensor][tokens])
-        spec, last = model.layout.layers[layer].tensors[tensor], name.end == self._run.names.tokens
-        encoded = encode_tensor(raw, spec, name, model.precision, last=last)
-        tensor_bytes(self.decoded[layer][tensor][tokens])[:] = encoded.decoded if isinstance(encoded, Encoded) else encoded
+        tokens = slice(name.start, name.end)
+        encoded = self._encoder.encode(tensor_bytes(self._exact[layer][tensor][tokens]), layer, tensor, name)
+        place = tensor_bytes(self.decoded[layer][tensor][tokens])
+        place[:] = encoded.decoded if isinstance(encoded, Encoded) else encoded
         return encoded
 
     def _places(self, layer: int, start: int, end: int) -> Sequence[torch.Tensor]:

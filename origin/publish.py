@@ -14,7 +14,7 @@ from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.keys import PRECISION_NATIVE, Namespace, PrefixNames
 from kvcdn.manifest import MAX_BLOCKS
 from kvcdn.model.load import LoadedModel
-from kvcdn.origin.lossy import publish_lossy
+from kvcdn.origin.lossy import LossyPublishing
 from kvcdn.origin.run import PublishProgress, PublishResult, Run
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
@@ -61,13 +61,16 @@ class Publisher:
         token_ids = published_part(self.loaded, token_ids)
         check_length(self.loaded, len(token_ids))
 
-        def run(chosen: str) -> Run:
-            names = self._names(token_ids, chosen)
+        def run_for(names: PrefixNames) -> Run:
             return Run(self.loaded, self._store, self._key, self._trust, names, progress)
+
+        def run(chosen: str) -> Run:
+            return run_for(self._names(token_ids, chosen))
 
         if precision != PRECISION_NATIVE:
             require_lossy(self.loaded, precision)
-            found = publish_lossy(run, token_ids, precision, max_kl, label=label, expires=expires)
+            lossy = LossyPublishing(run, run_for, token_ids, max_kl)
+            found = lossy.publish(precision, label=label, expires=expires)
             if found is not None:
                 return found.result(self._namespace)
         native = run(PRECISION_NATIVE)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from kvcdn.basis import BasisName
 from kvcdn.block import BlockHeader, open_header, open_segment, seal_block
 from kvcdn.certificate import Certificate
 from kvcdn.codec import Buffer, Encoded
@@ -21,6 +22,7 @@ from kvcdn.digest import hash_bytes
 from kvcdn.errors import CorruptError, NotFoundError
 from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.manifest import BlockEntry, Manifest, open_manifest
+from kvcdn.model.bases import Bases
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
 from kvcdn.model.speed import Pass, remember_passes
@@ -100,6 +102,9 @@ class Run:
         self._tokens_loaded = 0
         self._tokens_computed = 0
         self._uploaded: list[int] = []
+        self._bases = Bases(lambda key, limit: store.read(key, 0, limit), names.model)
+        # As many tokens a pass as the layout says: also for a basis, whose layout is not the model's.
+        self._producer = replace(loaded.producer, chunk_tokens=names.model.layout.block_tokens)
         self._outcome: tuple[str, Manifest] | None = None
 
     def publish(self, token_ids: Sequence[int], label: str, expires: int | None) -> None:
@@ -142,7 +147,7 @@ class Run:
                 created=int(time.time()),
                 expires=expires,
                 label=label,
-                producer=self.loaded.producer,
+                producer=self._producer,
                 certificate=certificate,
             )
             lease.require()
@@ -240,7 +245,8 @@ class Run:
                 places = places_of(segment.layer, name.start, name.end)
                 cpu = [place if place.device.type == "cpu" else place.cpu() for place in places]
                 stored = memoryview(data)[begin : begin + segment.length]
-                open_segment(header, keys, segment.layer, stored, scratch, [tensor_bytes(tensor) for tensor in cpu])
+                basis = self._bases.get(header.basis, self._trust).tensors[segment.layer] if header.basis else ()
+                open_segment(header, keys, segment.layer, stored, scratch, [tensor_bytes(tensor) for tensor in cpu], basis)
                 for place, tensor in zip(places, cpu, strict=True):
                     if place is not tensor:
                         place.copy_(tensor)
@@ -258,10 +264,14 @@ class Run:
         return header
 
     def write_block(
-        self, name: BlockName, layers: Sequence[Sequence[Buffer | Encoded]], certificate: Certificate | None = None
+        self,
+        name: BlockName,
+        layers: Sequence[Sequence[Buffer | Encoded]],
+        certificate: Certificate | None = None,
+        basis: BasisName | None = None,
     ) -> BlockEntry:
         """Seals a block and creates it at the origin."""
-        pieces = seal_block(self.names.model, name, self.loaded.producer, layers, self._key, certificate)
+        pieces = seal_block(self.names.model, name, self._producer, layers, self._key, certificate, basis)
         size = sum(map(len, pieces))
         if self._store.create(block_key(self.names.model.tag, name.address), pieces):
             self._uploaded.append(size)

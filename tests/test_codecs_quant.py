@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from attacks.payloads import RAW, ROWS, payloads, sound_grid
+from attacks.payloads import COMPONENT_ROWS, RAW, ROWS, payloads, sound_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,11 +26,11 @@ GRIDS = st.builds(
 )
 
 
-def decoded(data: bytes, rows: Rows, size: int) -> bytes:
+def decoded(data: bytes, rows: Rows, size: int, codec: str = "quant") -> bytes:
     """What a reader makes of `data`, with sentinels around the place it may write to."""
     memory = bytearray(b"\xa5" * (size + 64))
     with memoryview(memory) as view, view[32 : 32 + size] as out:
-        decode_part("quant", data, rows, out, "part")
+        decode_part(codec, data, rows, out, "part")
     assert bytes(memory[:32] + memory[32 + size :]) == b"\xa5" * 64
     return bytes(memory[32 : 32 + size])
 
@@ -96,7 +96,7 @@ def test_blocks_of_exact_rows_only(tokens: int) -> None:
 def test_hostile_payloads_are_refused(payload) -> None:
     """The one error, from the check that was meant, and no byte beside the place."""
     with pytest.raises(CorruptError, match=payload.says):
-        decoded(payload.data, ROWS, len(RAW))
+        decoded(payload.data, COMPONENT_ROWS, len(RAW), payload.codec)
 
 
 @settings(max_examples=300, deadline=None)

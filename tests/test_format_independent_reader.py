@@ -24,6 +24,7 @@ from blake3 import blake3
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from pcodec.wrapped import FileDecompressor
 
 VECTORS = Path(__file__).parent / "vectors"
 
@@ -193,12 +194,16 @@ PRECISION = one_of("native", "int8", "int4")
 
 LOSSLESS = ("raw", "blosc2")
 
-LOSSY = ("int8", "int4")
+GRIDS = ("int8", "int4")
+
+TRANSFORMED = ("tc-high", "tc-medium", "tc-low")
+
+CODECS_OF = {"native": LOSSLESS, **dict.fromkeys(GRIDS, (*LOSSLESS, "quant")), **dict.fromkeys(TRANSFORMED, (*LOSSLESS, "tc"))}
 
 
 def part(name: Form, least: int, most: int) -> Form:
     return fields(
-        codec=one_of(*LOSSLESS, "quant"),
+        codec=one_of(*LOSSLESS, "quant", "tc"),
         dtype=one_of(*DTYPE_SIZE),
         length=integer(0, 2**32 - 1),
         name=name,
@@ -249,9 +254,12 @@ CERTIFICATE = fields(
 )
 
 
-def native_or_lossy(**forms: Form) -> Form:
-    """Lossy objects have a certificate, native ones have none (5.1)."""
-    lossy = fields(**forms, precision=one_of(*LOSSY), certificate=CERTIFICATE)
+def native_or_lossy(basis: dict[str, Form], **forms: Form) -> Form:
+    """Lossy objects have a certificate, native ones have none (5.1); those of `tc` precisions have the fields `basis` too."""
+    lossy = either(
+        fields(**forms, precision=one_of(*GRIDS), certificate=CERTIFICATE),
+        fields(**forms, **basis, precision=one_of(*TRANSFORMED), certificate=CERTIFICATE),
+    )
 
     def certified(value: Any) -> bool:
         return lossy(value) and value["certificate"]["greedy_equal"] <= value["certificate"]["greedy_total"]
@@ -260,6 +268,7 @@ def native_or_lossy(**forms: Form) -> Form:
 
 
 BLOCK = native_or_lossy(
+    {"basis": fields(bytes=integer(1, 2**30), digest=digest)},
     type=one_of("block"),
     v=integer(1, 1),
     address=digest,
@@ -277,6 +286,7 @@ BLOCK = native_or_lossy(
 ENTRY = fields(address=digest, etag=digest, size=integer(1, 2**36), tokens=integer(1, 1024))
 
 MANIFEST = native_or_lossy(
+    {},
     type=one_of("manifest"),
     v=integer(1, 1),
     address=digest,
@@ -439,7 +449,7 @@ def check_sizes(header: dict[str, Any]) -> int:
         require(segment["length"] == 16 + sum(part["length"] for part in segment["parts"]), "segment length")
         for part in segment["parts"]:
             size = raw_size(part)
-            require(header["precision"] != "native" or part["codec"] in LOSSLESS, "codec of native precision")
+            require(part["codec"] in CODECS_OF[header["precision"]], "codec of the precision")
             require(size < 2**32 and part["length"] <= size + 64, "part length")
             require(part["name"] in STATE_NAMES or part["shape"][0] == header["tokens"], "tokens of a part")
         end += segment["length"]
@@ -459,6 +469,8 @@ def decode_part(part: dict[str, Any], encoded: bytes) -> bytes:
         return encoded
     if part["codec"] == "quant":
         return decode_grid(part, encoded)
+    if part["codec"] == "tc":
+        return decode_components(part, encoded)
     return decode_chunk(encoded, size, element)
 
 
@@ -524,7 +536,135 @@ def decode_grid(part: dict[str, Any], encoded: bytes) -> bytes:
     return first + rounded(values, part["dtype"]) + last
 
 
-def read_segment(header: dict[str, Any], name: Name, index: int, stored: bytes) -> list[bytes]:
+@dataclass(frozen=True)
+class TensorBasis:
+    """4.6: what a basis says of one tensor."""
+
+    mean: Any
+    scales: Any
+    matrices: Any
+    frequencies: Any
+    interleaved: bool
+
+
+def read_basis(body: bytes, layout: Any) -> list[list[TensorBasis]]:
+    """4.6, by layer and tensor."""
+    length = int.from_bytes(body[:4], "little")
+    require(length <= 2**20 and len(body) >= 4 + length, "description of a basis")
+    description, place = read_json(body[4 : 4 + length]), 4 + length
+    rope = fields(interleaved=lambda value: type(value) is bool, pairs=integer(1, 32_768))
+    entry = fields(groups=integer(1, 4096), rope=lambda value: value is None or integer(0, 63)(value))
+    form = fields(layout=digest, ropes=array(rope, 0, 64), tensors=array(entry, 1, 3072), v=integer(1, 1))
+    require(form(description) and description["layout"] == layout_digest(layout).hex(), "description of a basis")
+
+    def take(dtype: str, count: int) -> Any:
+        nonlocal place
+        size = np.dtype(dtype).itemsize * count
+        require(place + size <= len(body), "length of a basis")
+        place += size
+        values = np.frombuffer(body[place - size : place], dtype)
+        require(dtype == "i1" or np.isfinite(values).all(), "numbers of a basis")
+        return values
+
+    frequencies = [take("<f8", one["pairs"]) for one in description["ropes"]]
+    specs = [tensor["shape"] for layer in layout["layers"] for tensor in layer["tensors"]]
+    require(len(specs) == len(description["tensors"]), "tensors of a basis")
+    found = []
+    for (heads, dim), one in zip(specs, description["tensors"], strict=True):
+        groups, index = one["groups"], one["rope"]
+        width = heads * dim // groups
+        require(heads % groups == 0 and width <= 1024 and (index is None or index < len(frequencies)), "groups of a basis")
+        require(index is None or 2 * len(frequencies[index]) <= dim, "rope of a basis")
+        mean, scales = take("<f4", heads * dim).reshape(heads, dim), take("<f4", groups)
+        matrices = take("i1", groups * width * width).reshape(groups, width, width)
+        require((matrices != -128).all(), "matrices of a basis")
+        turns = (None, False) if index is None else (frequencies[index], description["ropes"][index]["interleaved"])
+        found.append(TensorBasis(mean, scales, matrices, *turns))
+    require(place == len(body), "end of a basis")
+    remaining = iter(found)
+    return [[next(remaining) for _ in layer["tensors"]] for layer in layout["layers"]]
+
+
+def read_symbols(stream: bytes, count: int) -> Any:
+    """4.5: a stream of 16-bit integers."""
+    if count == 0:
+        require(stream == b"", "stream of nothing")
+        return np.empty(0, np.int16)
+    require(stream[:3] == b"\x04\x01\x00", "kind of a stream")
+    values = np.empty(count, np.int16)
+    try:
+        reader, start = FileDecompressor.new(stream)
+        chunk, described = reader.chunk_decompressor(stream[start:], "i16")
+        progress, read = chunk.read_page_into(stream[start + described :], count, values)
+    except (RuntimeError, TypeError) as error:
+        raise RefusedError("stream") from error
+    require(progress.n_processed == count and start + described + read == len(stream), "length of a stream")
+    return values
+
+
+def decode_components(part: dict[str, Any], encoded: bytes) -> bytes:
+    """4.5, with integers of 64 bits where the publisher may have used others."""
+    tokens, heads, dim = part["shape"]
+    basis = part["basis"]
+    require(len(encoded) >= 8, "header of components")
+    lead, classes, step = struct.unpack("<HHf", encoded[:8])
+    row = heads * dim * DTYPE_SIZE[part["dtype"]]
+    start = 8 + lead * row
+    require(lead <= tokens and classes <= 16 and len(encoded) >= start + 4 * (classes + 2), "sizes of components")
+    require(0 < step < float("inf"), "step")
+    lengths = struct.unpack_from(f"<{classes + 2}I", encoded, start)
+    place = start + 4 * (classes + 2)
+    require(place + sum(lengths) == len(encoded), "streams")
+    streams = []
+    for length in lengths:
+        streams.append(encoded[place : place + length])
+        place += length
+    middle = tokens - lead
+    exponents, levels = read_symbols(streams[0], middle), read_symbols(streams[1], heads * dim)
+    require(all(-8 <= value <= 8 for value in exponents) and all(-64 <= value <= 63 for value in levels), "ranges")
+    symbols = place_symbols(streams[2:], exponents.tolist(), levels.tolist())
+    groups, width, _ = basis.matrices.shape
+    sums = np.einsum("tgc,gcj->tgj", symbols.reshape(middle, groups, width), basis.matrices.astype(np.int64))
+    factors = np.float32(step) * np.exp2(exponents.astype(np.float32))
+    values = sums.astype(np.float32) * (factors[:, None] * basis.scales[None, :])[:, :, None]
+    values = (values.reshape(middle, heads, dim) + basis.mean).astype(np.float32)
+    if basis.frequencies is not None:
+        turn(values, basis, part["start"] + lead)
+    return encoded[8:start] + rounded(values, part["dtype"])
+
+
+def place_symbols(streams: list[bytes], exponents: list[int], levels: list[int]) -> Any:
+    """4.5: which symbol is where, one at a time."""
+    symbols = np.zeros((len(exponents), len(levels)), np.int64)
+    kinds = sorted({level - exponent for level in set(levels) for exponent in set(exponents)})
+    kinds = [kind for kind in kinds if kind >= -2]
+    require(len(kinds) == len(streams), "classes")
+    for kind, stream in zip(kinds, streams, strict=True):
+        where = []
+        for exponent in sorted(set(exponents)):
+            columns = [index for index, level in enumerate(levels) if level - exponent == kind]
+            where += [(token, column) for token, own in enumerate(exponents) if own == exponent for column in columns]
+        for (token, column), symbol in zip(where, read_symbols(stream, len(where)).tolist(), strict=True):
+            symbols[token, column] = symbol
+    return symbols
+
+
+def turn(values: Any, basis: TensorBasis, start: int) -> None:
+    """4.5: rotary embedding."""
+    count = len(basis.frequencies)
+    for token in range(len(values)):
+        angles = (start + token) * basis.frequencies
+        cosine, sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        for pair in range(count):
+            left, right = (2 * pair, 2 * pair + 1) if basis.interleaved else (pair, pair + count)
+            a, b = values[token, :, left].copy(), values[token, :, right].copy()
+            values[token, :, left] = a * cosine[pair] - b * sine[pair]
+            values[token, :, right] = b * cosine[pair] + a * sine[pair]
+
+
+def read_segment(
+    header: dict[str, Any], name: Name, index: int, stored: bytes, bases: Sequence[TensorBasis | None] = (None,) * 3
+) -> list[bytes]:
     """4.2: the raw tensors of one layer, from its stored bytes."""
     segment = header["segments"][index]
     require(blake3(stored).hexdigest() == segment["blake3"], "hash")
@@ -537,9 +677,9 @@ def read_segment(header: dict[str, Any], name: Name, index: int, stored: bytes) 
     except InvalidTag as error:
         raise RefusedError("AEAD") from error
     raw = []
-    for part in segment["parts"]:
+    for part, basis in zip(segment["parts"], (*bases, *[None] * 16), strict=False):
         piece, encoded = encoded[: part["length"]], encoded[part["length"] :]
-        raw.append(decode_part(part, piece))
+        raw.append(decode_part({**part, "basis": basis, "start": header["start"]}, piece))
     keyed = blake3(b"".join(raw), key=derive("kvcdn v1 raw digest", material)).hexdigest()
     require(keyed == segment["raw_digest"], "raw digest")
     return raw
@@ -554,6 +694,7 @@ class Question:
     name: Name
     trusted: set[str]
     precision: str = "native"
+    basis: bytes = b""
 
 
 def asked_parts(layer: dict[str, Any], tokens: int, *, checkpoint: bool) -> list[Any]:
@@ -585,9 +726,14 @@ def read_block(data: bytes, question: Question) -> tuple[dict[str, Any], list[li
     asked = [(layer["kind"], asked_parts(layer, name.tokens, checkpoint=checkpoint)) for layer in layout["layers"]]
     require(found == asked, "tensors")
     layers = []
+    bases: list[Any] = [(None,) * 3] * len(layout["layers"])
+    if "basis" in header:
+        named = {"bytes": len(question.basis), "digest": blake3(question.basis).hexdigest()}
+        require(header["basis"] == named, "name of the basis")
+        bases = list(read_basis(question.basis, layout))
     for index, segment in enumerate(header["segments"]):
         start = envelope.size + segment["offset"]
-        layers.append(read_segment(header, name, index, data[start : start + segment["length"]]))
+        layers.append(read_segment(header, name, index, data[start : start + segment["length"]], bases[index]))
     return header, layers
 
 
@@ -770,13 +916,17 @@ def test_reads_what_the_package_writes() -> None:
 def test_golden_parts(case: Any) -> None:
     """Each recorded part of a lossy codec decodes to the recorded bits."""
     part = {"codec": case["codec"], "dtype": case["dtype"], "shape": case["shape"]}
+    if "basis" in case:
+        layer, tensor = case["tensor"]
+        basis = read_basis(base64.b64decode(case["basis"]), case["layout"])[layer][tensor]
+        part |= {"start": case["start"], "basis": basis}
     assert case["decoded_blake3"] == blake3(decode_part(part, base64.b64decode(case["encoded"]))).hexdigest()
 
 
-@pytest.mark.parametrize("precision", LOSSY)
+@pytest.mark.parametrize("precision", [*GRIDS, *TRANSFORMED])
 def test_reads_lossy_documents(precision: str) -> None:
     """A document published in a lossy precision decodes to what its publisher decoded: the raw digests hold that."""
-    from support.blocks import make_lossy_document
+    from support.blocks import make_basis, make_lossy_document
 
     document = make_lossy_document(precision)
     trusted = {document.key.public.hex()}
@@ -786,19 +936,22 @@ def test_reads_lossy_documents(precision: str) -> None:
     found, _ = names(fingerprint, manifest["layout"], namespace_key(None), document.token_ids, precision)
     codecs = set()
     for name, data in zip(found, document.blocks.values(), strict=True):
-        header, _ = read_block(data, Question(fingerprint, manifest["layout"], name, trusted, precision))
+        basis = make_basis(document.model.layout).body
+        header, _ = read_block(data, Question(fingerprint, manifest["layout"], name, trusted, precision, basis))
         codecs |= {part["codec"] for segment in header["segments"] for part in segment["parts"]}
-    assert "quant" in codecs
+    assert ("quant" if precision in GRIDS else "tc") in codecs
 
 
 def test_refuses_hostile_payloads() -> None:
     """What the package's decoders refuse, this reader refuses as well."""
-    from attacks.payloads import ROWS, payloads
+    from attacks.payloads import BASIS, COMPONENT_ROWS, LAYOUT, payloads
 
     accepted = []
+    basis = read_basis(BASIS.body, LAYOUT.to_json())[0][0]
+    rows = {"dtype": COMPONENT_ROWS.dtype, "shape": list(COMPONENT_ROWS.shape), "start": COMPONENT_ROWS.start, "basis": basis}
     for payload in payloads():
         try:
-            decode_part({"codec": payload.codec, "dtype": ROWS.dtype, "shape": list(ROWS.shape)}, payload.data)
+            decode_part({"codec": payload.codec, **rows}, payload.data)
         except RefusedError:
             continue
         accepted.append(payload.name)

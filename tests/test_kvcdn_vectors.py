@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from kvcdn import block, canonical
 from kvcdn.block import open_header, open_segment, seal_block
 from kvcdn.codec import Rows, decode_part
+from kvcdn.codecs.basis import Basis
 from kvcdn.digest import Digest, ModelTag, derive
 from kvcdn.errors import CorruptError, IntegrityError, UntrustedError
 from kvcdn.keys import ModelIdentity, Namespace, PrefixNames, block_key, manifest_key, model_tag
@@ -199,7 +200,11 @@ def test_golden_refusals(case: Any) -> None:
 @pytest.mark.parametrize("case", cases("codecs.json", "parts"))
 def test_golden_parts(case: Any) -> None:
     """Each recorded part of a lossy codec decodes to the recorded bits, whatever the versions of the libraries."""
-    rows = Rows(case["dtype"], tuple(case["shape"]))
+    basis = None
+    if "basis" in case:
+        layout, (layer, tensor) = Layout.from_json(case["layout"], "layout"), case["tensor"]
+        basis = Basis.parse(base64.b64decode(case["basis"]), layout, "golden basis").tensors[layer][tensor]
+    rows = Rows(case["dtype"], tuple(case["shape"]), case.get("start", 0), basis)
     out = bytearray(math.prod(rows.shape) * rows.typesize)
     decode_part(case["codec"], base64.b64decode(case["encoded"]), rows, memoryview(out), "golden part")
     assert case["decoded_blake3"] == blake3(out).hexdigest()

@@ -15,26 +15,43 @@ from kvcdn.client.verify import verify_prefix
 from kvcdn.errors import QualityError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key, read_precisions
 from kvcdn.manifest import open_manifest
+from kvcdn.model import bases
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.quality import Judge
+from kvcdn.model.shelf import Shelf
 from kvcdn.origin.estimate import estimate_publish
 from kvcdn.origin.publish import Publisher
+from kvcdn.paths import data_dir
 from kvcdn.stores.memory import MemoryStore
 from support.published import publish_text
 from support.tiny import tiny_checkpoint
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
-LOSSY = ("int8", "int4")
+LOSSY = ("int8", "int4", "tc-high", "tc-low")
+
+GRIDS = ("int8", "int4")
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A text of two blocks, in every precision at one origin."""
-    found = publish_text(tiny_checkpoint(tmp_path_factory.mktemp("lossy")), tokens=1100)
+    """A text of two blocks, in several precisions at one origin, and the basis on the publisher's own shelf."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("publisher")))
+        yield publish_in_all(tmp_path_factory.mktemp("lossy"))
+
+
+def publish_in_all(folder):
+    found = publish_text(tiny_checkpoint(folder), tokens=1100)
     publisher = Publisher(found.loaded, found.store, found.key)
     found.results = {"native": found.result} | {name: publisher.publish(found.token_ids, precision=name) for name in LOSSY}
     return found
+
+
+@pytest.fixture(autouse=True)
+def _no_bases_in_memory(monkeypatch):
+    """Each test is a process that has not met the model before."""
+    monkeypatch.setattr(bases, "_known", {})
 
 
 def names_in(published, precision):
@@ -50,10 +67,11 @@ def manifest_in(published, precision):
 
 def test_fewer_bits_are_fewer_bytes(published):
     """And each precision lies under addresses of its own."""
-    ratios = [published.results[name].ratio for name in ("native", *LOSSY)]
-    assert ratios == sorted(ratios, reverse=True)
+    ratios = {name: published.results[name].ratio for name in ("native", *LOSSY)}
+    assert ratios["native"] > ratios["int8"] > ratios["int4"]
+    assert ratios["native"] > ratios["tc-high"] > ratios["tc-low"]
     addresses = {block.address for name in ("native", *LOSSY) for block in names_in(published, name).blocks}
-    assert len(addresses) == 6
+    assert len(addresses) == 10
 
 
 @pytest.mark.parametrize("precision", LOSSY)
@@ -66,7 +84,9 @@ def test_the_certificate_is_in_manifest_and_blocks(published, precision):
     for name in names_in(published, precision).blocks:
         header = open_header(published.store.read(block_key(published.loaded.identity.tag, name.address)), "block")
         assert manifest.certificate == header.certificate
-        assert "quant" in {part.codec for segment in header.segments for part in segment.parts}
+        assert ("quant" if precision in GRIDS else "tc") in {
+            part.codec for segment in header.segments for part in segment.parts
+        }
     assert manifest_in(published, "native").certificate is None
 
 
@@ -127,7 +147,7 @@ def test_worse_than_the_reader_accepts_is_a_miss(published):
 
 def test_a_bound_steps_precision_up(published):
     """What is not good enough is not written: the next finer precision is, or the exact KV."""
-    kl = {name: published.results[name].certificate["kl_mean"] for name in LOSSY}
+    kl = {name: published.results[name].certificate["kl_mean"] for name in GRIDS}
     assert kl["int8"] < kl["int4"]
     for bound, given in ((kl["int4"], "int4"), (kl["int4"] - 1, "int8"), (0, "native")):
         store = MemoryStore()
@@ -173,10 +193,12 @@ def test_short_documents(published):
 def test_estimates_know_the_precision(published):
     """Without measuring or writing anything."""
     ratios = [
-        estimate_publish(published.loaded, published.token_ids, Namespace.public(), name).ratio for name in ("native", *LOSSY)
+        estimate_publish(published.loaded, published.token_ids, Namespace.public(), name).ratio for name in ("native", *GRIDS)
     ]
     assert ratios == sorted(ratios, reverse=True)
     assert abs(ratios[2] - published.results["int4"].ratio) < 0.05
+    with pytest.raises(UsageError, match="nothing less than publishing"):
+        estimate_publish(published.loaded, published.token_ids, Namespace.public(), "tc-low")
 
 
 def test_the_judge_knows_exact_from_wrong(published):
@@ -197,3 +219,50 @@ def test_precisions_are_a_closed_set(value):
     """A misspelt one is an error, not a miss."""
     with pytest.raises(UsageError):
         read_precisions(value)
+
+
+def test_the_basis_is_a_document(published):
+    """Published with the first that needs it, once; readers fetch it from where the blocks come from, and keep it."""
+    manifests = [open_manifest(published.store.read(i.key), "m") for i in published.store.list("v1/") if "/manifests/" in i.key]
+    (carrier,) = [manifest for manifest in manifests if manifest.label.startswith("basis ")]
+    block = names_in(published, "tc-low").blocks[0]
+    header = open_header(published.store.read(block_key(published.loaded.identity.tag, block.address)), "block")
+    assert carrier.label == f"basis {str(header.basis.digest)[:12]}"
+    shelf = Shelf(published.loaded.identity.tag, published.loaded.identity.layout)
+    assert shelf.get(header.basis) is None
+    with published.client(precision="tc-low") as client:
+        assert client.ask(published.text, "Why?", **GREEDY).report.tokens_reused == 1100
+    assert shelf.get(header.basis).name == header.basis
+
+
+def test_without_its_basis_a_document_is_a_miss(published):
+    """Typed, and the model prefills; so is a basis by somebody who is not trusted."""
+    without = MemoryStore()
+    address = next(
+        str(manifest.blocks[0].address)
+        for info in published.store.list("v1/")
+        if "/manifests/" in info.key and (manifest := open_manifest(published.store.read(info.key), "m")).label
+    )
+    for info in published.store.list("v1/"):
+        if address not in info.key:
+            without.create(info.key, [published.store.read(info.key)])
+    with published.client(StoreSource(without), precision="tc-low") as client:
+        report = client.ask(published.text, "Why?", **GREEDY).report
+    assert (0, MissReason.NOT_PUBLISHED) == (report.tokens_reused, report.reason)
+
+
+def test_a_damaged_shelf_is_of_no_use(published, tmp_path):
+    """Bytes that are not those of the name are fetched again."""
+    block = names_in(published, "tc-low").blocks[0]
+    name = open_header(published.store.read(block_key(published.loaded.identity.tag, block.address)), "block").basis
+    with published.client(precision="tc-low") as client:
+        client.ask(published.text, "Why?", **GREEDY)
+    (path,) = data_dir().glob(f"bases/*/{name.digest}")
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    shelf = Shelf(published.loaded.identity.tag, published.loaded.identity.layout)
+    assert shelf.get(name) is None
+    assert shelf.latest() is None
+    bases._known.clear()
+    with published.client(precision="tc-low") as client:
+        assert client.ask(published.text, "Why?", **GREEDY).report.tokens_reused == 1100
+    assert shelf.latest().name == name

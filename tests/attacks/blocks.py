@@ -66,6 +66,7 @@ def structure_attacks() -> Iterator[Attack]:
         "start-inside-a-block": (("start",), 1, "not one block"),
         "start-beyond-every-model": (("start",), (1 << 24) + 1024, "start"),
         "lossy-codec-in-native-precision": (("segments", 0, "parts", 0, "codec"), "quant", "not one of native precision"),
+        "basis-of-native-precision": (("basis",), {}, "unknown field 'basis'"),
         "lossy-without-a-certificate": (("precision",), "int8", "'certificate' is missing"),
         "native-with-a-certificate": (("certificate",), {}, "unknown field 'certificate'"),
         "two-parts-named-k": (("segments", 0, "parts", 1, "name"), "k", "layer 0 holds"),

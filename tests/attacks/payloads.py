@@ -10,6 +10,10 @@ import numpy as np
 
 from kvcdn.codec import CODECS, Rows
 from kvcdn.codecs.quant import Grid, encode_grid
+from kvcdn.codecs.symbols import pack_symbols
+from kvcdn.codecs.transform import encode_transform
+from kvcdn.layout import Layout
+from support.blocks import make_basis
 
 ROWS = Rows("bfloat16", (40, 2, 16))
 
@@ -17,7 +21,13 @@ VALUES = np.random.default_rng(5).normal(size=ROWS.shape).astype("<f4")
 
 RAW = (VALUES.view("<u4") >> 16).astype("<u2").tobytes()
 
-HEADER_BYTES = 16
+LAYOUT = Layout.uniform_kv(1, 2, 16, "bfloat16")
+
+BASIS = make_basis(LAYOUT)
+
+COMPONENT_ROWS = Rows(ROWS.dtype, ROWS.shape, 100, BASIS.tensors[0][0])
+
+EXPONENTS = np.random.default_rng(6).integers(-2, 3, 40, np.int16)
 
 ROW_BYTES = 2 * 16 * 2
 
@@ -97,6 +107,67 @@ def _centred(steps: bytes, codes: bytes) -> bytes:
     return struct.pack("<BBBBHHII", 4, 1, 0, 0, 40, 16, len(steps), len(codes)) + steps + codes
 
 
+def sound_components() -> bytes:
+    """An honest payload of the transform codec."""
+    encoded = encode_transform(RAW, COMPONENT_ROWS, EXPONENTS, 0.1, lead=3)
+    assert encoded is not None
+    return encoded.data
+
+
+def component_payloads() -> Iterator[Payload]:
+    """Hostile components (FORMAT.md 4.5)."""
+    sound = sound_components()
+    impossible = "components' step, or their sizes, are not possible"
+    changes = {
+        "more-exact-rows-than-tokens": ("<H", 0, 41),
+        "exact-rows-to-the-end": ("<H", 0, 65_535),
+        "17-classes": ("<H", 2, 17),
+        "65535-classes": ("<H", 2, 65_535),
+        "first-stream-of-4-GiB": ("<I", 8 + 3 * ROW_BYTES, 2**32 - 1),
+    }
+    for name, (form, offset, value) in changes.items():
+        yield Payload(f"tc-{name}", "tc", with_field(sound, form, offset, value), impossible)
+    for name, step in (("zero", 0.0), ("negative", -1.0), ("infinite", float("inf")), ("no-number", float("nan"))):
+        changed = bytearray(sound)
+        struct.pack_into("<f", changed, 4, step)
+        yield Payload(f"tc-step-{name}", "tc", bytes(changed), impossible)
+    yield Payload("tc-empty", "tc", b"", "too few")
+    yield Payload("tc-header-cut", "tc", sound[:7], "too few")
+    yield Payload("tc-trailing-byte", "tc", sound + b"\0", impossible)
+    yield Payload("tc-cut", "tc", sound[:-1], impossible)
+    yield from _component_streams()
+
+
+def _component_streams() -> Iterator[Payload]:
+    exponents, levels = np.zeros(40, np.int16), np.zeros(32, np.int16)
+    symbols = np.ones(40 * 32, np.int16)
+    sides, stream = [pack_symbols(exponents), pack_symbols(levels)], pack_symbols(symbols)
+    range_ = "out of range"
+    yield Payload("tc-exponent-9", "tc", _components([pack_symbols(exponents + 9), sides[1], stream]), range_)
+    yield Payload(
+        "tc-exponent-least", "tc", _components([pack_symbols(exponents | np.int16(-32_768)), sides[1], stream]), range_
+    )
+    yield Payload("tc-level-64", "tc", _components([sides[0], pack_symbols(levels + 64), stream]), range_)
+    yield Payload("tc-level-least", "tc", _components([sides[0], pack_symbols(levels | np.int16(-32_768)), stream]), range_)
+    yield Payload("tc-class-missing", "tc", _components(sides), "0 classes of symbols, 1 belong")
+    yield Payload("tc-class-too-many", "tc", _components([*sides, stream, stream]), "2 classes of symbols, 1 belong")
+    spread = np.arange(32, dtype=np.int16)
+    wide = [sides[0], pack_symbols(spread), *[pack_symbols(symbols[:40])] * 16]
+    yield Payload("tc-more-classes-than-there-are", "tc", _components(wide), "32 belong")
+    yield Payload("tc-exponents-missing", "tc", _components([b"", sides[1], stream]), "does not allow")
+    yield Payload("tc-stream-with-a-tail", "tc", _components([*sides, stream + b"\0"]), "of them used")
+    yield Payload("tc-stream-cut", "tc", _components([*sides, stream[:-2]]), "stream of symbols")
+    yield Payload("tc-stream-of-another-version", "tc", _components([*sides, b"\x09" + stream[1:]]), "does not allow")
+    for mode in (0x01, 0x02, 0x03, 0x10, 0x20, 0xFF):
+        data = stream[:2] + bytes([mode]) + stream[3:]
+        yield Payload(f"tc-stream-in-mode-{mode:02x}", "tc", _components([*sides, data]), "does not allow")
+
+
+def _components(streams: list[bytes]) -> bytes:
+    lengths = b"".join(struct.pack("<I", len(stream)) for stream in streams)
+    return struct.pack("<HHf", 0, len(streams) - 2, 1.0) + lengths + b"".join(streams)
+
+
 def payloads() -> list[Payload]:
     """All of them."""
-    return list(grid_payloads())
+    return [*grid_payloads(), *component_payloads()]

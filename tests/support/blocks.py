@@ -10,10 +10,12 @@ import numpy as np
 from kvcdn.block import open_header, seal_block
 from kvcdn.certificate import Certificate
 from kvcdn.codec import Buffer, Encoded
-from kvcdn.codecs.choice import encode_tensor
+from kvcdn.codecs.basis import Basis, TensorBasis
+from kvcdn.codecs.choice import GridEncoder, TensorEncoder, TransformEncoder
+from kvcdn.codecs.rope import Rope
 from kvcdn.digest import Digest, hash_bytes
-from kvcdn.keys import ModelIdentity, Namespace, PrefixNames, block_key, manifest_key
-from kvcdn.layout import Layout
+from kvcdn.keys import TRANSFORMED, ModelIdentity, Namespace, PrefixNames, block_key, manifest_key
+from kvcdn.layout import Layout, TensorSpec
 from kvcdn.manifest import BlockEntry, Manifest
 from kvcdn.producer import Producer
 from kvcdn.signing import SigningKey
@@ -68,26 +70,42 @@ CERTIFICATE = Certificate(256, 32, 32, 1_800_000, 12_000_000, 1_700_000, 15_900_
 """The figures of a real document in int8."""
 
 
+def make_basis(layout: Layout, seed: int = 0) -> Basis:
+    """A random basis, K with rotary embedding in either order of pairs, in groups of one head and of all."""
+    rng = np.random.default_rng(seed)
+
+    def tensor(spec: TensorSpec, number: int) -> TensorBasis:
+        groups = spec.heads if number % 2 else 1
+        width = spec.heads * spec.dim // groups
+        turns = [np.linalg.qr(rng.normal(size=(width, width)))[0] for _ in range(groups)]
+        scales = np.array([np.abs(turn).max() / 127 for turn in turns], np.float32)
+        matrices = np.stack([np.rint(turn / scale).astype(np.int8) for turn, scale in zip(turns, scales, strict=True)])
+        frequencies = (10_000.0 ** -np.linspace(0, 0.9, spec.dim // 4)).astype("<f8").tobytes()
+        rope = Rope(frequencies, interleaved=number % 4 == 0) if spec.name == "k" else None
+        return TensorBasis(rng.normal(0, 0.05, (spec.heads, spec.dim)).astype("<f4"), scales, matrices, rope)
+
+    numbered = iter(range(1000))
+    return Basis.build(layout, [[tensor(spec, next(numbered)) for spec in layer.tensors] for layer in layout.layers])
+
+
 def make_lossy_document(precision: str) -> Document:
-    """A document of two blocks of smooth random KV in a lossy precision."""
+    """A document of two blocks of smooth random KV in a lossy precision; those that need a basis have that of `make_basis`."""
     model = replace(make_model(layers=2, heads=2, dim=32), precision=precision)
     rng = np.random.default_rng(3)
     token_ids = tuple(range(1100))
     names, key, producer = PrefixNames.of(model, Namespace.public(), token_ids), SigningKey.generate(), make_producer(model)
     blocks, raw, entries = {}, {}, []
+    encoder: TensorEncoder = GridEncoder(model.layout, precision, len(token_ids))
+    if precision in TRANSFORMED:
+        exponents = [[rng.integers(-3, 4, 1100, np.int16) for _ in layer.tensors] for layer in model.layout.layers]
+        encoder = TransformEncoder(model.layout, precision, make_basis(model.layout), exponents)
     for name in names.blocks:
         tensors: list[list[Buffer | Encoded]] = []
-        for layer in model.layout.layers:
-            values = [rng.normal(size=tensor.shape(name.tokens)).astype("<f4") for tensor in layer.tensors]
+        for index, layer in enumerate(model.layout.layers):
+            values = [rng.normal(0, 0.05, tensor.shape(name.tokens)).astype("<f4") for tensor in layer.tensors]
             patterns = [(array.view("<u4") >> 16).astype("<u2").tobytes() for array in values]
-            last = name is names.blocks[-1]
-            tensors.append(
-                [
-                    encode_tensor(data, spec, name, precision, last=last)
-                    for data, spec in zip(patterns, layer.tensors, strict=True)
-                ]
-            )
-        data = b"".join(seal_block(model, name, producer, tensors, key, CERTIFICATE))
+            tensors.append([encoder.encode(data, index, place, name) for place, data in enumerate(patterns)])
+        data = b"".join(seal_block(model, name, producer, tensors, key, CERTIFICATE, encoder.basis))
         object_key = block_key(model.tag, name.address)
         blocks[object_key] = data
         raw[object_key] = [

@@ -1,0 +1,66 @@
+"""Symbols: small integers, entropy-coded by pcodec in its wrapped form, without its searches for structure (FORMAT.md 4.5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pcodec import ChunkConfig, DeltaSpec, ModeSpec
+from pcodec.wrapped import FileCompressor, FileDecompressor
+
+from kvcdn.codec import Buffer
+from kvcdn.errors import CorruptError
+
+Symbols = NDArray[np.int16]
+
+_LEVEL = 8
+"""Bins enough for the alphabets at hand; more take longer and save nothing."""
+
+_VERSION = bytes(FileCompressor().write_header())
+"""What every stream begins with."""
+
+_PLAIN = 0
+"""The first byte of a chunk's description: classic mode, no deltas. Others may ask for memory of any size."""
+
+_STOPPING = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def pack_symbols(symbols: Symbols) -> bytes:
+    """A stream of `symbols`; empty for none."""
+    if not symbols.size:
+        return b""
+    config = ChunkConfig(compression_level=_LEVEL, mode_spec=ModeSpec.classic(), delta_spec=DeltaSpec.no_op())
+    compressor = FileCompressor().chunk_compressor(np.ascontiguousarray(symbols.reshape(-1)), config)
+    return b"".join((_VERSION, compressor.write_meta(), compressor.write_page(0)))
+
+
+def unpack_symbols(stream: Buffer, count: int, what: str) -> Symbols:
+    """The `count` symbols of a stream. Raises CorruptError."""
+    symbols = np.empty(count, np.int16)
+    if not count:
+        if len(stream):
+            raise CorruptError(f"{what}: a stream of no symbols has {len(stream)} bytes")
+        return symbols
+    data = bytes(stream)
+    start = len(_VERSION)
+    if data[:start] != _VERSION or data[start : start + 1] != bytes([_PLAIN]):
+        raise CorruptError(f"{what}: a stream of symbols asks for what the format does not allow")
+    try:
+        consumed = start + _read_chunk(data, start, symbols)
+    except _STOPPING:
+        raise
+    except BaseException as error:  # noqa: BLE001 - a panic of the library's is no Exception
+        raise CorruptError(f"{what}: a stream of symbols does not decode ({type(error).__name__})") from None
+    if consumed != len(data):
+        raise CorruptError(f"{what}: a stream of symbols has {len(data)} bytes, {consumed} of them used")
+    return symbols
+
+
+def _read_chunk(data: bytes, start: int, symbols: Symbols) -> int:
+    """Decodes the chunk behind the version, and returns its bytes; -1 where symbols are missing."""
+    decompressor, _ = FileDecompressor.new(data)
+    chunk: Any
+    chunk, described = decompressor.chunk_decompressor(data[start:], "i16")
+    progress, read = chunk.read_page_into(data[start + described :], len(symbols), symbols)
+    return int(described + read) if progress.n_processed == len(symbols) else -1

@@ -1,0 +1,213 @@
+"""The transform codec: rope undone, components of a basis, one step for all, finer where rows matter (FORMAT.md 4.5).
+
+What a tensor has in bits is spent where it counts: the basis scales components so that equal errors do equal harm, and every
+token has an exponent, larger where its row is read less. Symbols are entropy-coded in classes of like size, which follow from
+a level for each component and the exponent of the token.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcdn.codec import Buffer, Encoded, Rows
+from kvcdn.codecs.basis import TensorBasis
+from kvcdn.codecs.numbers import Floats, to_float32, write_rounded
+from kvcdn.codecs.symbols import pack_symbols, unpack_symbols
+from kvcdn.errors import CorruptError
+
+_HEADER = struct.Struct("<HHf")
+"""Exact rows in front, classes, step."""
+
+_LENGTH = struct.Struct("<I")
+
+LEAST_CLASS = -2
+"""Symbols of a smaller class are 0 and not stored: their deviation is below a sixth of a step."""
+
+MOST_CLASS = 13
+"""Symbols have 16 bits."""
+
+LEAST_LEVEL, MOST_LEVEL = -64, 63
+MOST_EXPONENT = 8
+
+EXACT_SUM = 1 << 24
+"""Single precision counts to here."""
+
+
+def encode_transform(raw: Buffer, rows: Rows, exponents: NDArray[np.int16], step: float, *, lead: int) -> Encoded | None:
+    """`raw` in components; `exponents` [tokens] are of the tokens' steps, as powers of two. None where it does not fit."""
+    tokens, heads, dim = rows.shape
+    basis: TensorBasis = rows.basis
+    values = to_float32(raw, rows.dtype).reshape(tokens, heads, dim)
+    if not np.isfinite(values).all():
+        return None
+    lead = min(lead, tokens)
+    middle = np.ascontiguousarray(values[lead:])
+    if basis.rope is not None:
+        basis.rope.turn(middle, rows.start + lead, back=True)
+    middle -= basis.mean
+    groups, _, width = basis.matrices.shape
+    parts = middle.reshape(len(middle), groups, width).transpose(1, 0, 2)
+    components = np.matmul(parts, basis.analysis).transpose(1, 0, 2).reshape(len(middle), groups * width)
+    exponents = exponents[lead:]
+    unit = np.float32(step)
+    symbols = np.rint(components / (unit * np.exp2(exponents.astype(np.float32)))[:, None])
+    spread = np.sqrt(np.mean(np.square(components), 0)) if len(middle) else np.zeros(groups * width)
+    levels = np.clip(np.rint(np.log2(np.maximum(spread / unit, 1e-9))), LEAST_LEVEL, MOST_LEVEL).astype(np.int16)
+    if np.abs(symbols).max(initial=0) > np.iinfo(np.int16).max or _classes(levels, exponents).max(initial=0) > MOST_CLASS:
+        return None
+    if not _sums_exactly(np.abs(symbols), basis):
+        return None
+    streams = [pack_symbols(stream) for stream in (exponents, levels, *_split(symbols.astype(np.int16), levels, exponents))]
+    row = len(raw) // tokens
+    lengths = b"".join(_LENGTH.pack(len(stream)) for stream in streams)
+    data = b"".join((_HEADER.pack(lead, len(streams) - 2, unit), raw[: lead * row], lengths, *streams))
+    out = bytearray(len(raw))
+    decode_transform(data, rows, memoryview(out), "own encoding")
+    return Encoded("tc", data, out)
+
+
+def decode_transform(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
+    """Fills `out` with the rounded numbers. Raises CorruptError."""
+    tokens, heads, dim = rows.shape
+    basis = rows.basis
+    if not isinstance(basis, TensorBasis) or basis.mean.shape != (heads, dim):
+        raise CorruptError(f"{what}: its basis is not the one that belongs to this tensor")
+    payload = _Payload(encoded, tokens, len(out) // tokens, what)
+    out[: len(payload.exact)] = payload.exact
+    middle = tokens - payload.lead
+    width = heads * dim
+    exponents = payload.stream(0, middle)
+    levels = payload.stream(1, width)
+    if not _within(exponents, -MOST_EXPONENT, MOST_EXPONENT) or not _within(levels, LEAST_LEVEL, MOST_LEVEL):
+        raise CorruptError(f"{what}: a level or an exponent is out of range")
+    order = np.argsort(exponents, kind="stable")
+    components = _join(payload, levels, exponents[order])
+    numbers = _synthesise(components, basis)
+    with np.errstate(over="ignore", invalid="ignore"):
+        steps = np.float32(payload.step) * np.exp2(exponents[order].astype(np.float32))
+        placed = np.empty((middle, heads, dim), np.float32)
+        for group, scale in enumerate(basis.scales):
+            numbers[group] *= (steps * scale)[:, None]
+        placed[order] = numbers.transpose(1, 0, 2).reshape(middle, heads, dim)
+        placed += basis.mean
+        if basis.rope is not None:
+            basis.rope.turn(placed, rows.start + payload.lead)
+        write_rounded(placed, rows.dtype, out[len(payload.exact) :])
+
+
+class _Payload:
+    """The bytes of a part, taken apart."""
+
+    def __init__(self, encoded: Buffer, tokens: int, row: int, what: str) -> None:
+        self._what = what
+        if len(encoded) < _HEADER.size:
+            raise CorruptError(f"{what}: {len(encoded)} bytes are too few for components")
+        self.lead, count, self.step = _HEADER.unpack_from(encoded)
+        start = _HEADER.size + self.lead * row
+        lengths_end = start + _LENGTH.size * (count + 2)
+        sound = self.lead <= tokens and count <= MOST_CLASS - LEAST_CLASS + 1 and lengths_end <= len(encoded)
+        if not sound or not 0 < self.step < np.inf:
+            raise CorruptError(f"{what}: the components' step, or their sizes, are not possible")
+        view = memoryview(encoded)
+        self.exact = view[_HEADER.size : start]
+        lengths = [length for (length,) in _LENGTH.iter_unpack(view[start:lengths_end])]
+        if lengths_end + sum(lengths) != len(encoded):
+            raise CorruptError(f"{what}: the components' step, or their sizes, are not possible")
+        self._streams = []
+        for length in lengths:
+            self._streams.append(view[lengths_end : lengths_end + length])
+            lengths_end += length
+
+    @property
+    def classes(self) -> int:
+        """Streams of symbols."""
+        return len(self._streams) - 2
+
+    def stream(self, index: int, count: int) -> NDArray[np.int16]:
+        """The `count` integers of a stream: exponents, levels, then the classes."""
+        return unpack_symbols(self._streams[index], count, self._what)
+
+    def require_classes(self, count: int) -> None:
+        if count != self.classes:
+            raise CorruptError(f"{self._what}: {self.classes} classes of symbols, {count} belong")
+
+
+def _within(values: NDArray[np.int16], low: int, high: int) -> bool:
+    return not values.size or bool(low <= values.min() and values.max() <= high)
+
+
+Rectangle = tuple[slice, slice]
+"""Rows and columns, of tokens by exponent and components by level."""
+
+
+def _rectangles(levels: NDArray[np.int16], exponents: NDArray[np.int16]) -> dict[int, list[Rectangle]]:
+    """By class, ascending: where its symbols are, `levels` and `exponents` being sorted. Each class by ascending exponent."""
+    found: dict[int, list[Rectangle]] = {}
+    columns = _runs(levels)
+    for exponent, place in _runs(exponents):
+        for level, column in columns:
+            if level - exponent >= LEAST_CLASS:
+                found.setdefault(level - exponent, []).append((place, column))
+    return dict(sorted(found.items()))
+
+
+def _runs(values: NDArray[np.int16]) -> list[tuple[int, slice]]:
+    """Each distinct value of a sorted array, with where it is."""
+    distinct, starts = np.unique(values, return_index=True)
+    ends = [*starts[1:], len(values)][: len(starts)]
+    return [(int(value), slice(int(start), int(end))) for value, start, end in zip(distinct, starts, ends, strict=True)]
+
+
+def _classes(levels: NDArray[np.int16], exponents: NDArray[np.int16]) -> NDArray[np.int16]:
+    """The class of each distinct pair."""
+    return np.unique(levels)[:, None] - np.unique(exponents)[None, :]
+
+
+def _split(symbols: NDArray[np.int16], levels: NDArray[np.int16], exponents: NDArray[np.int16]) -> list[NDArray[np.int16]]:
+    """The symbols of each class, joined."""
+    rows, columns = np.argsort(exponents, kind="stable"), np.argsort(levels, kind="stable")
+    ordered = symbols[rows][:, columns]
+    found = _rectangles(levels[columns], exponents[rows])
+    return [np.concatenate([ordered[place].reshape(-1) for place in places]) for places in found.values()]
+
+
+def _join(payload: _Payload, levels: NDArray[np.int16], sorted_exponents: NDArray[np.int16]) -> tuple[Floats, NDArray[np.intp]]:
+    """Symbols [tokens by exponent, components by level] that are stored, as float32, and which components they are."""
+    columns = np.argsort(levels, kind="stable")
+    found = _rectangles(levels[columns], sorted_exponents)
+    payload.require_classes(len(found))
+    used = min((place[1].start for places in found.values() for place in places), default=len(columns))
+    symbols = np.zeros((len(sorted_exponents), len(columns) - used), np.float32)
+    for index, places in enumerate(found.values()):
+        sizes = [(rows.stop - rows.start) * (cols.stop - cols.start) for rows, cols in places]
+        stream = payload.stream(2 + index, sum(sizes))
+        start = 0
+        for (rows, cols), size in zip(places, sizes, strict=True):
+            target = symbols[rows, cols.start - used : cols.stop - used]
+            target[...] = stream[start : start + size].reshape(target.shape)
+            start += size
+    return symbols, columns[used:]
+
+
+def _synthesise(components: tuple[Floats, NDArray[np.intp]], basis: TensorBasis) -> Floats:
+    """Sums of components by the integers of the basis, [groups, tokens, dims]: exact, whatever the order of summation."""
+    symbols, which = components
+    groups, _, width = basis.synthesis.shape
+    sums = np.empty((groups, len(symbols), width), np.float32)
+    if groups == 1:
+        np.matmul(symbols, basis.synthesis[0][which], out=sums[0])
+        return sums
+    for group in range(groups):
+        mine = np.flatnonzero(which // width == group)
+        np.matmul(symbols[:, mine], basis.synthesis[group][which[mine] % width], out=sums[group])
+    return sums
+
+
+def _sums_exactly(symbols: Floats, basis: TensorBasis) -> bool:
+    """Whether no sum of a token's components by the integers of the basis leaves what single precision counts exactly."""
+    groups, _, width = basis.synthesis.shape
+    parts = symbols.reshape(len(symbols), groups, width).transpose(1, 0, 2)
+    return bool(np.matmul(parts, np.abs(basis.synthesis)).max(initial=0) < EXACT_SUM)
