@@ -24,7 +24,7 @@ import torch
 from kvcdn.block import BlockHeader
 from kvcdn.client.delivery import Delivery, Order, layers_to_read
 from kvcdn.client.source import Source
-from kvcdn.errors import KvcdnError, UnavailableError, UntrustedError
+from kvcdn.errors import KvcdnError, QualityError, UnavailableError, UntrustedError
 from kvcdn.keys import BlockName, ModelIdentity
 from kvcdn.model.cache import make_layer
 from kvcdn.signing import TrustList
@@ -47,6 +47,9 @@ TICK_SECONDS = 0.02
 
 SALVAGE_SILENCE_SECONDS = 2.0
 """After a failure, blocks that are still on their way are waited for as long as some of them deliver in such a time."""
+
+_OF_ALL = (UnavailableError, UntrustedError, QualityError)
+"""Errors that the other blocks of the prefix would end in, too."""
 
 _LINK_BOUND_SHARE = 0.6
 """Threads that spend more of their time than this waiting for bytes leave the cores to the model."""
@@ -154,13 +157,14 @@ class PrefixFetch:
     def threads(self) -> int:
         return len(self._threads)
 
-    def rate(self, now: float) -> float | None:
-        """Bytes per second of late; silence lowers it as it lasts. None while too little has come."""
+    def rate(self, now: float, grace_s: float) -> float | None:
+        """Bytes per second of late; a silence of more than `grace_s` lowers it as it lasts. None while too little has come."""
         with self._changed:
             if len(self._arrivals) < LEAST_ARRIVALS:
                 return None
-            (since, before), (_, total) = self._arrivals[0], self._arrivals[-1]
-        return (total - before) / (now - since) if now > since and total > before else 0.0
+            (since, before), (last, total) = self._arrivals[0], self._arrivals[-1]
+        taken = max(last, now - grace_s) - since
+        return (total - before) / taken if taken > 0 else None
 
     def usable(self) -> int:
         """How many blocks from the front can be gone on from, by the model or by computing the next.
@@ -330,7 +334,7 @@ class PrefixFetch:
             # Who uses the prefix up to a gap has no use for what is behind it.
             ended = self.deliveries[failed.name.index :]
         else:
-            ended = self.deliveries if isinstance(error, UnavailableError | UntrustedError) else [failed]
+            ended = self.deliveries if isinstance(error, _OF_ALL) else [failed]
         for one in ended:
             one.stop()
         with self._changed:

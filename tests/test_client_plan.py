@@ -74,9 +74,9 @@ def test_both_never_takes_longer_than_its_parts_and_meets_where_it_says(fetch_s,
     [
         (None, None, 0.0, Mode.FETCH),
         (None, None, PROBE_SECONDS, Mode.BOTH),
-        (None, 100, 3.9, Mode.FETCH),
-        (None, 100, 4.1, Mode.BOTH),
-        (0.05, None, 0.1, Mode.FETCH),
+        (None, 100, 1.9, Mode.FETCH),
+        (None, 100, 2.1, Mode.BOTH),
+        (0.05, None, 0.04, Mode.FETCH),
         (5, None, 0.0, Mode.BOTH),
     ],
 )
@@ -105,10 +105,10 @@ def test_an_end_of_the_link_is_met_by_computing_up_to_what_is_there():
         expect(some).both,
         expect(some).computed_blocks,
     )
-    none = Work([1.0] * 4, 3.5, [math.inf] * 4, 1e6, 1e9)
+    none = Work([1.0] * 4, 3.0, [math.inf] * 4, 1e6, 1e9)
     assert Mode.COMPUTE is decide(none, Aim(), Progress(running=Mode.BOTH)).mode
     # But not where most of a block would be thrown away.
-    begun = Work([0.2, 1.0, 1.0, 1.0], 3.5, [math.inf] * 4, 1e6, 1e9)
+    begun = Work([0.2, 1.0, 1.0, 1.0], 3.0, [math.inf] * 4, 1e6, 1e9)
     assert Mode.BOTH is decide(begun, Aim(), Progress(running=Mode.BOTH)).mode
 
 
