@@ -43,6 +43,9 @@ GAUGE_SECONDS = 1.5
 SHAPED = 0.95
 """A link that reaches less of its rate is limited by this machine, and not shaped."""
 
+_KNOWN_BYTES = 300_000
+"""Enough to know a link by (`kvcdn.client.link.LEAST_BYTES`)."""
+
 _KILL_LINKS = (0.5, 1.0, 2.0, 6.0, 12.0)
 """Links on which the edge is killed, as multiples as above."""
 
@@ -144,8 +147,9 @@ def _kill_rows(
         with _own_edge(rig, mbit, latency_s) as (url, process), _client(rig, url) as client:
             known = trial % 2 == 1
             if known:
-                _gauge(url, rig, client)
-            moment = chance.random() * min(prefill, rig.published.stored_bytes * 8 / 1e6 / mbit)
+                _get_to_know(client, rig)
+            # While it is most likely still running: both at once take as long as this.
+            moment = chance.random() / (1 / prefill + mbit * 1e6 / 8 / rig.published.stored_bytes)
             timer = threading.Timer(moment, process.kill)
             timer.start()
             answer = _ask(client, rig, "auto")
@@ -174,7 +178,8 @@ def _own_edge(rig: Rig, mbit: float, latency_s: float) -> Iterator[tuple[str, An
         launch_edge(origin=rig.origin, cache_dir=folder, log_level="warning") as edge,
     ):
         for key in _block_keys(rig):
-            _drain(edge.url, key, float("inf"))
+            for _ in _download(edge.url, key):
+                pass
         with shaped_link(edge.port, mbit, latency_s) as link:
             yield link.url, edge.process
 
@@ -200,32 +205,33 @@ def _block_keys(rig: Rig) -> list[str]:
     return [block_key(identity.tag, name.address) for name in PrefixNames.of(identity, rig.client.namespace, ids).blocks]
 
 
-def _gauge(url: str, rig: Rig, client: Client | None = None) -> float:
-    """Megabits a second of object bytes that a plain download gets; a `client` given gets to know its link by it."""
-    started, count = time.perf_counter(), 0
+def _gauge(url: str, rig: Rig) -> float:
+    """Megabits a second of object bytes that a plain download gets, from its first piece to its last."""
+    count, first, last = 0, 0.0, 0.0
     for key in _block_keys(rig) * 1000:
-        left = GAUGE_SECONDS - (time.perf_counter() - started)
-        if left <= 0:
-            break
-        if client is None:
-            count += _drain(url, key, left)
-            continue
-        with contextlib.closing(client.source.open(key, ranged=True)) as reader:
-            count += len(reader.read_exact(min(1 << 20, 16384 + int(count / 4))))
-    return count * 8 / 1e6 / (time.perf_counter() - started)
+        for received, at in _download(url, key):
+            # What comes first has waited for the connection.
+            first, count, last = (first, count + received, at) if first else (at, 0, at)
+            if at - first > GAUGE_SECONDS:
+                return count * 8 / 1e6 / (last - first)
+    return count * 8 / 1e6 / max(last - first, 1e-9)
 
 
-def _drain(url: str, key: str, seconds: float) -> int:
-    """Downloads an object for at most so long: bytes received."""
-    parts, count = urlsplit(url), 0
-    started = time.perf_counter()
+def _get_to_know(client: Client, rig: Rig) -> None:
+    """Lets a client measure its link, by a part of a block."""
+    with contextlib.closing(client.source.open(_block_keys(rig)[0], ranged=True)) as reader:
+        reader.read_exact(_KNOWN_BYTES)
+
+
+def _download(url: str, key: str) -> Iterator[tuple[int, float]]:
+    """Downloads an object: bytes of each piece, and when it was there."""
+    parts = urlsplit(url)
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=30)
     with contextlib.closing(connection):
         connection.request("GET", f"/{key}")
         response = connection.getresponse()
-        while time.perf_counter() - started < seconds and (piece := response.read(65536 if seconds > GAUGE_SECONDS else 8192)):
-            count += len(piece)
-    return count
+        while piece := response.read1(1 << 18):
+            yield len(piece), time.perf_counter()
 
 
 def _in_words(row: dict[str, Any]) -> str:
