@@ -15,8 +15,8 @@ def found(tmp_path_factory):
     """One run over two links and one killed edge."""
     model = tiny_checkpoint(tmp_path_factory.mktemp("model"))
     ran = kvcdn(
-        "bench", "crossover", "--model", str(model), "--document", str(ROOT / "LICENSE"), "--tokens", str(TOKENS), "--runs", "1",
-        "--mbit", "0.5,400", "--fetch-limit", "1", "--kill", "1", "--json", home=tmp_path_factory.mktemp("home"),
+        "bench", "crossover", "--model", str(model), "--document", str(ROOT / "LICENSE"), "--tokens", str(TOKENS),
+        "--runs", "1", "--mbit", "0.5,400", "--fetch-limit", "1", "--kill", "1", "--json", home=tmp_path_factory.mktemp("home"),
     )  # fmt: skip
     assert 0 == ran.code, ran.err
     return ran.json
