@@ -13,7 +13,10 @@ from kvcdn.client.report import Report
 
 @dataclass
 class Prepared:
-    """What generate() takes: [1, n] ids and mask, and a cache of the first `report.tokens_reused` tokens."""
+    """What generate() takes: [1, n] ids and mask, and a cache of the prompt's beginning.
+
+    It holds the first `report.tokens_reused + report.tokens_computed` tokens.
+    """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor

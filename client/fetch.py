@@ -25,7 +25,7 @@ import torch
 from kvcdn.block import BlockHeader
 from kvcdn.client.delivery import Delivery, Order, layers_to_read
 from kvcdn.client.source import Source
-from kvcdn.errors import KvcdnError, UnavailableError, UntrustedError
+from kvcdn.errors import KvcdnError, QualityError, UnavailableError, UntrustedError
 from kvcdn.keys import BlockName, ModelIdentity
 from kvcdn.model.bases import Bases
 from kvcdn.model.cache import make_layer
@@ -49,6 +49,9 @@ TICK_SECONDS = 0.02
 
 SALVAGE_SILENCE_SECONDS = 2.0
 """After a failure, blocks that are still on their way are waited for as long as some of them deliver in such a time."""
+
+_OF_ALL = (UnavailableError, UntrustedError, QualityError)
+"""Errors that the other blocks of the prefix would end in, too."""
 
 _LINK_BOUND_SHARE = 0.6
 """Threads that spend more of their time than this waiting for bytes leave the cores to the model."""
@@ -119,7 +122,7 @@ class PrefixFetch:
         self._ranged = len(read) > STREAMED_BLOCKS
         self._narrow = min(count, WIDTH_BESIDE_COMPUTING) if device.type == "cpu" else count
         self.width = count
-        self._arrivals: deque[tuple[float, int]] = deque(maxlen=ARRIVALS)
+        self._arrivals: deque[tuple[float, int]] = deque([(self.started, 0)], maxlen=ARRIVALS)
         self._busy: set[int] = set()
         self._idle: list[tuple[tuple[int, int], Delivery]] = []
         for one in read:
@@ -169,13 +172,14 @@ class PrefixFetch:
     def threads(self) -> int:
         return len(self._threads)
 
-    def rate(self, now: float) -> float | None:
-        """Bytes per second of late; silence lowers it as it lasts. None while too little has come."""
+    def rate(self, now: float, grace_s: float) -> float | None:
+        """Bytes per second of late; a silence of more than `grace_s` lowers it as it lasts. None while too little has come."""
         with self._changed:
             if len(self._arrivals) < LEAST_ARRIVALS:
                 return None
-            (since, before), (_, total) = self._arrivals[0], self._arrivals[-1]
-        return (total - before) / (now - since) if now > since and total > before else 0.0
+            (since, before), (last, total) = self._arrivals[0], self._arrivals[-1]
+        taken = max(last, now - grace_s) - since
+        return (total - before) / taken if taken > 0 else None
 
     def usable(self) -> int:
         """How many blocks from the front can be gone on from, by the model or by computing the next.
@@ -326,7 +330,7 @@ class PrefixFetch:
                 self._fail(one, UnavailableError(f"block {one.name.address} could not be loaded: {error!r}"))
             with self._changed:
                 self._busy.discard(one.name.index)
-                self._arrivals.append((time.perf_counter(), self.bytes_fetched))
+                self._note_arrival()
                 if one.arrived:
                     self.seconds = time.perf_counter() - self.started
                 elif not one.stopped:
@@ -338,6 +342,11 @@ class PrefixFetch:
             for _, one in self._idle:
                 one.close()
 
+    def _note_arrival(self) -> None:
+        total = self.bytes_fetched
+        if total > self._arrivals[-1][1]:
+            self._arrivals.append((time.perf_counter(), total))
+
     def _fail(self, failed: Delivery, error: KvcdnError) -> None:
         if failed.stopped:
             return
@@ -345,7 +354,7 @@ class PrefixFetch:
             # Who uses the prefix up to a gap has no use for what is behind it.
             ended = self.deliveries[failed.name.index :]
         else:
-            ended = self.deliveries if isinstance(error, UnavailableError | UntrustedError) else [failed]
+            ended = self.deliveries if isinstance(error, _OF_ALL) else [failed]
         for one in ended:
             one.stop()
         with self._changed:

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from kvcdn.errors import UsageError
 
-PROBE_SECONDS = 0.2
+PROBE_SECONDS = 0.1
 """How long fetching alone is tried while nothing is known of the link or of the model's speed."""
 
-PROBE_SHARE = 0.04
+PROBE_SHARE = 0.02
 """The same as a part of the prefill, where its time is known: what a link that never answers may cost."""
 
 SAFE_SHARE = 0.15
@@ -222,7 +222,7 @@ def _fastest(expected: Expected, progress: Progress) -> Decision:
     if fetch <= turn * min(both, compute) or fetch + progress.spent_s <= limit:
         return Decision(Mode.FETCH, expected, f"fetching takes {seconds(fetch)}, prefilling {seconds(compute)}")
     fetching = "fetching will not end" if math.isinf(fetch) else f"fetching takes {seconds(fetch)}"
-    if both > compute * (1.0 if progress.running is Mode.BOTH else WORTHLESS):
+    if both > compute * (1 / TURN if progress.running is Mode.BOTH else WORTHLESS):
         return Decision(Mode.COMPUTE, expected, f"{fetching}, prefilling {seconds(compute)}, and both at once no less")
     return Decision(Mode.BOTH, expected, f"{fetching}, prefilling {seconds(compute)}, both at once {seconds(both)}")
 

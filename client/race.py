@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcdn.client.fetch import TICK_SECONDS, PrefixFetch
 from kvcdn.client.local import LocalPrefix
-from kvcdn.client.plan import Aim, Decision, Mode, Progress, Work, decide
+from kvcdn.client.plan import PROBE_SHARE, Aim, Decision, Mode, Progress, Work, decide
 from kvcdn.client.supply import Supply
 from kvcdn.client.wire_costs import WireCosts
 from kvcdn.errors import KvcdnError
@@ -160,8 +160,9 @@ class Race:
             ratio = self._costs.ratio
             wire = [math.inf if one.lost else one.bytes_left(ratio) for one in fetch.deliveries[first:]]
         shared = 1.0 if self._on_cpu else 0.0
+        rate = self._rate(now, PROBE_SHARE * (prompt_s or 0.0))
         decode, latency = self._costs.decoding_rate(fetch), self._link.latency_s or 0.0
-        return Work(block_s, prompt_s, wire, self._rate(now), decode, latency, shared)
+        return Work(block_s, prompt_s, wire, rate, decode, latency, shared)
 
     def _speeds_now(self, now: float) -> tuple[PrefillSpeed | None, PrefillSpeed | None]:
         """The speeds of blocks and of one pass: as remembered, times what this machine has needed more or less just now."""
@@ -190,10 +191,10 @@ class Race:
             return layer / len(self._loaded.identity.layout.layers)
         return min((now - since) / block_s, 1.0) if block_s else 0.0
 
-    def _rate(self, now: float) -> float | None:
+    def _rate(self, now: float, grace_s: float) -> float | None:
         """Bytes per second of the link: of late, or as remembered as long as what has not come does not speak against it."""
         fetch = self.fetch
-        measured = None if fetch is None else fetch.rate(now)
+        measured = None if fetch is None else fetch.rate(now, grace_s)
         if measured is not None or fetch is None:
             return measured if measured is not None else self._link.bytes_per_s
         spent = now - fetch.started - (self._link.latency_s or 0.0)

@@ -147,6 +147,61 @@ def decode(
 
 
 @app.command()
+def crossover(
+    tokens: Annotated[int, typer.Option(min=16, help="Length of the document.")] = 3774,
+    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    document: Annotated[Path | None, typer.Option(help="A text file; by default one found on this machine.")] = None,
+    mbit: Annotated[str, typer.Option(help="Links in Mbit/s, such as 1,10,100; by default around the crossover.")] = "",
+    runs: Annotated[int, typer.Option(min=1, help="Rounds on each link; each prefills once.")] = 3,
+    latency: Annotated[float, typer.Option(min=0, max=2, help="Seconds that each request takes besides.")] = 0.0,
+    fetch_limit: Annotated[float, typer.Option(min=1, help="Seconds; longer fetches are estimated, and marked so.")] = 120.0,
+    kill: Annotated[int, typer.Option(min=0, help="How often to kill the edge at a random moment, at the end.")] = 0,
+    device: Device = "cpu",
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Prefill, fetch, and what the plan makes of both, on links of several speeds, shaped for real."""
+    links = _numbers(mbit, "--mbit", 1e6) if mbit else []
+    from kvcdn.cli.bench_crossover import measure_crossover  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.cli.publish import progress_bar  # noqa: PLC0415
+
+    note(f"publishing {tokens:,} tokens with {model} ...")
+    with progress_bar("document", tokens) as progress:
+        result = measure_crossover(
+            model,
+            document,
+            tokens,
+            links,
+            runs,
+            device,
+            latency_s=latency,
+            fetch_limit_s=fetch_limit,
+            kills=kill,
+            progress=progress,
+            tell=note,
+        )
+    if as_json:
+        print_json(result)
+        return
+    print_table(
+        ["MBIT/S", "PREFILL", "FETCH", "AUTO", "DECISION", "OVER THE BETTER"],
+        [
+            [
+                f"{row['mbit']:g}" if row["shaped"] else f"{row['mbit']:g} (this machine: {row['measured_mbit']:.0f})",
+                f"{row['prefill_s']:.2f} s",
+                f"{row['fetch_s']:.2f} s" + (" (estimated)" if row["fetch_estimated"] else ""),
+                f"{row['auto_s']:.2f} s",
+                row["decision"],
+                f"{row['auto_over_best']:.2f} x",
+            ]
+            for row in result["rows"]
+        ],
+    )
+    if "kill" in result:
+        print_text(f"\nedge killed at {kill} random moments: at most {result['kill']['worst_over_prefill']:.2f} x a prefill")
+
+
+@app.command()
 def eviction(
     trace: Annotated[Path, typer.Option(help="JSON lines with hash_ids, a prompt's prefix blocks; .gz is read as well.")],
     capacity: Annotated[str, typer.Option(help="Cache sizes, in percent of the trace's distinct blocks.")] = "1,5,20,50",
@@ -176,12 +231,17 @@ def eviction(
 
 
 def _percentages(text: str) -> list[float]:
+    return _numbers(text, "--capacity", 100)
+
+
+def _numbers(text: str, option: str, most: float) -> list[float]:
+    """Numbers above 0, at most `most`, none twice. Raises UsageError."""
     try:
         values = [float(word) for word in text.split(",")]
     except ValueError:
         values = []
-    if not values or not all(0 < value <= 100 for value in values) or len(set(values)) < len(values):  # noqa: PLR2004 - percent
-        raise UsageError(f"--capacity {text} is not a list of percentages", hint="such as 1,5,20,50")
+    if not values or not all(0 < value <= most for value in values) or len(set(values)) < len(values):
+        raise UsageError(f"{option} {text} is not a list of numbers up to {most:g}", hint="such as 1,5,20,50")
     return [int(value) if value.is_integer() else value for value in values]
 
 

@@ -39,6 +39,7 @@ class Rig:
     edge: RunningEdge
     document: str
     published: PublishResult
+    origin: str
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def running_rig(
                 Client(transformer, tokenizer, source, local_store=None, **common) as client,
                 Client(transformer, tokenizer, source, local_store=LocalStore(local), **common) as local_client,
             ):
-                yield Rig(client, local_client, local, edge, text, published)
+                yield Rig(client, local_client, local, edge, text, published, origin)
 
 
 def document_text(document: Path | None) -> str:
