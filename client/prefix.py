@@ -21,7 +21,7 @@ from kvcdn.client.report import Report
 from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.digest import Digest
 from kvcdn.errors import KvcdnError, MismatchError, UnsupportedModelError, UsageError
-from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer, build_cache, cache_argument, make_layer
+from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer, beside, build_cache, make_layer
 from kvcdn.model.tokens import Prompt
 from kvcdn.model.weights import sample_weights
 
@@ -194,6 +194,6 @@ def completed(loaded: LoadedModel, cache: Cache | None, token_ids: Sequence[int]
         while tokens and (start := cache.get_seq_length()) < tokens:
             end = min(start - start % layout.block_tokens + layout.block_tokens, tokens)
             ids = torch.tensor([list(token_ids[start:end])], dtype=torch.long, device=model.device)
-            body(input_ids=ids, use_cache=True, **{cache_argument(body.forward): cache})
+            body(input_ids=ids, use_cache=True, **beside(body.forward, cache, ids))
     layers: list[CacheLayer] = list(cache.layers)
     return layers

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from kvcdn.client.audit import audit_block, auditable, choose_blocks, find_culprit
 from kvcdn.client.client import Client
@@ -22,7 +23,7 @@ from kvcdn.client.match import PublishedPrefix, find_in_precisions
 from kvcdn.client.report import Audited
 from kvcdn.errors import NotFoundError
 from kvcdn.keys import BlockName
-from kvcdn.model.cache import GROWTH_TOKENS, build_cache, cache_argument, output_cache
+from kvcdn.model.cache import GROWTH_TOKENS, beside, build_cache, output_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
 from kvcdn.model.quality import Judge
@@ -218,7 +219,7 @@ def _against_one_pass(
     loaded: LoadedModel, fetch: PrefixFetch, token_ids: tuple[int, ...], tokens: int, greedy: int
 ) -> Difference:
     """Continues greedily from one pass over the published `tokens`, and forces the loaded cache along the same tokens."""
-    model, argument = loaded.model, cache_argument(loaded.model.forward)
+    model = loaded.model
     with torch.inference_mode():
         # A token is read by both, so that both have logits for what follows it: the last published one again, or, as states
         # cannot be taken back, the document's next, of which at least one is never published.
@@ -228,12 +229,11 @@ def _against_one_pass(
         head = output_cache(body(input_ids=ids[:, :-1], use_cache=True)) if held else None
         for layer in fetch.layers:
             layer.declare(held)
-        caches = [{argument: head} if head is not None else {}, {argument: build_cache(model, fetch.layers)}]
+        caches = [DynamicCache(config=model.config) if head is None else head, build_cache(model, fetch.layers)]
         token = ids[:, -1:]
         differences, divergences, equal = [], [], []
         for _ in range(greedy):
-            outputs = [model(input_ids=token, use_cache=True, **cache) for cache in caches]
-            caches[0] = {argument: output_cache(outputs[0])}
+            outputs = [model(input_ids=token, use_cache=True, **beside(model.forward, cache, token)) for cache in caches]
             reference, ours = (output.logits[0, -1].float() for output in outputs)
             differences.append(float((reference - ours).abs().max()))
             log_p, log_q = reference.log_softmax(-1), ours.log_softmax(-1)

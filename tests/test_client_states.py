@@ -20,7 +20,7 @@ from kvcdn.origin.publish import Publisher
 from kvcdn.stores.memory import MemoryStore
 from support.published import publish_text
 from support.stock import continued, stock_cache
-from support.tiny import REFUSED_STATE_KINDS, STATE_KINDS, tiny_checkpoint
+from support.tiny import REFUSED_STATE_KINDS, STATE_KINDS, tiny_checkpoint, tiny_tokenizer
 
 BLOCK = 64
 TOKENS = 5 * BLOCK + 20
@@ -82,6 +82,28 @@ def test_a_fetched_prefix_continues_to_the_bit(tmp_path, kind):
         assert (TOKENS - 1, None) == (answer.report.tokens_reused, answer.report.reason)
         found = verify_prefix(client, ids, greedy=2)
         assert (True, True, True) == (found.sound, found.bit_identical, found.loaded_equals_published)
+
+
+@pytest.mark.parametrize("kind", ["bamba", "qwen3_next", "llama"])
+def test_passes_count_positions_from_the_beginning(tmp_path, kind):
+    """Bamba counts from 0 in every pass that is not told its positions: its blocks would be another text's, without a word."""
+    weak, strong = tmp_path / "weak", tmp_path / "strong"
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(weak, kind, dtype=torch.float32))
+    with torch.no_grad():
+        for tensor in model.parameters():
+            # Attention of random weights hardly sees positions.
+            tensor.mul_(2 if tensor.dim() > 1 else 1)
+    model.save_pretrained(strong)
+    tiny_tokenizer(strong)
+    published = publish_text(strong, tokens=TOKENS)
+    prompt = (*published.token_ids, *QUESTION)
+    with published.client() as client, torch.inference_mode():
+        prepared = client.prepare(Prompt(prompt, (TOKENS,)))
+        reused = prepared.report.tokens_reused
+        ours = continued(published.loaded, prepared.cache, prompt[reused:], 0)[0]
+        once = published.loaded.model(input_ids=torch.tensor([prompt])).logits[:, reused:]
+    assert reused >= TOKENS - 1
+    assert (once - ours).norm() < 1e-4 * once.norm()
 
 
 @pytest.mark.parametrize("kind", REFUSED_STATE_KINDS)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcdn.layout import LayerSpec
 from kvcdn.model.layers import GROWTH_TOKENS, EmptyLayer, IndexedLayer, TokenMajorLayer, WindowLayer
 from kvcdn.model.states import HybridLayer, HybridWindowLayer, StateLayer
 
-__all__ = ["GROWTH_TOKENS", "CacheLayer", "build_cache", "cache_argument", "make_layer", "output_cache"]
+__all__ = ["GROWTH_TOKENS", "CacheLayer", "beside", "build_cache", "cache_argument", "make_layer", "output_cache"]
 
 CacheLayer = TokenMajorLayer | EmptyLayer | StateLayer
 
@@ -60,6 +60,21 @@ def build_cache(model: PreTrainedModel, layers: Iterable[CacheLayer]) -> Cache:
 def cache_argument(function: Callable[..., Any]) -> str:
     """The name under which `function` takes a cache: `cache` from transformers 5.24 on, `past_key_values` before."""
     return "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
+
+
+def beside(forward: Callable[..., Any], cache: Cache, ids: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments for a pass of `forward` over `ids`, [1, n], behind what `cache` holds: the cache, and positions.
+
+    Positions are said as generate() says them: some models (Bamba) count from 0 in every pass otherwise.
+    """
+    arguments: dict[str, Any] = {cache_argument(forward): cache}
+    if (
+        any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+        and "position_ids" in inspect.signature(forward).parameters
+    ):
+        start = cache.get_seq_length()
+        arguments["position_ids"] = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
+    return arguments
 
 
 def output_cache(output: Any) -> Cache:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from kvcdn.errors import KvcdnError, UnsupportedModelError
 from kvcdn.layout import Layout
-from kvcdn.model.cache import CacheLayer, build_cache, cache_argument, make_layer
+from kvcdn.model.cache import CacheLayer, beside, build_cache, make_layer
 from kvcdn.model.layers import TokenMajorLayer
 from kvcdn.model.states import WithStates
 
@@ -61,7 +61,6 @@ class ScheduledPrefill:
         self.cache: Cache = build_cache(model, self._layers)
         # The body without the head: no logits are wanted, and the KV is the same.
         self._body = getattr(model, model.base_model_prefix, model)
-        self._cache_argument = cache_argument(self._body.forward)
 
     def run(self, token_ids: Sequence[int], start: int = 0, pass_tokens: int | None = None) -> Iterator[PrefilledBlock]:
         """Prefills `token_ids[start:]`, from a block's start, and yields each block when it is done.
@@ -83,7 +82,7 @@ class ScheduledPrefill:
         started = time.perf_counter()
         with torch.inference_mode():
             tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
-            self._body(input_ids=tokens, use_cache=True, **{self._cache_argument: self.cache})
+            self._body(input_ids=tokens, use_cache=True, **beside(self._body.forward, self.cache, tokens))
         if tokens.is_cuda:
             torch.cuda.synchronize(tokens.device)
         return time.perf_counter() - started

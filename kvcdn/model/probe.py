@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.layout import MAX_STATE_DIMENSIONS, MAX_WINDOW, STATE_NAMES, LayerSpec, Layout, StateSpec, TensorSpec
-from kvcdn.model.cache import cache_argument, output_cache
+from kvcdn.model.cache import beside, output_cache
 from kvcdn.model.layers import DTYPE_NAMES, LibraryDummyLayer, LibraryIndexedLayer
 from kvcdn.model.states import LibraryHybridLayer, LibraryHybridWindowLayer, LibraryStateLayer
 
@@ -61,7 +61,11 @@ def require_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{kind} is an encoder-decoder model; its cross-attention cache is not supported")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(f"{kind} reads in both directions: the KV of a token depends on the text behind it")
-    for index, layer in enumerate(DynamicCache(config=model.config).layers):
+    try:
+        layers = DynamicCache(config=model.config).layers
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnsupportedModelError(f"transformers cannot make a cache for {kind}: {error!r}") from None
+    for index, layer in enumerate(layers):
         _layer_kind(index, layer, model)
     for rope in _rope_types(config):
         if rope in ("dynamic", "longrope"):
@@ -153,13 +157,12 @@ def _require_continuation(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError unless a pass behind a state continues it: some kernels begin anew, without a word."""
     config = model.config.get_text_config(decoder=True)
     ids = (torch.arange(_PROBED_TOKENS, device=model.device) * 7 % config.vocab_size).unsqueeze(0)
-    argument = cache_argument(model.forward)
     with torch.inference_mode():
         once = output_cache(model(input_ids=ids, use_cache=True))
         begun, spoilt = (output_cache(model(input_ids=ids[:, :-2], use_cache=True)) for _ in range(2))
         _spoil_first_state(spoilt)
         for cache in (begun, spoilt):
-            model(input_ids=ids[:, -2:], use_cache=True, **{argument: cache})
+            model(input_ids=ids[:, -2:], use_cache=True, **beside(model.forward, cache, ids[:, -2:]))
     if _same_first_state(begun, spoilt):
         raise UnsupportedModelError(
             f"{model.config.model_type}: its linear attention begins anew when it reads several tokens behind a state"

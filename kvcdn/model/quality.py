@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvcdn.certificate import MICRO, NANO, Certificate
 from kvcdn.errors import UnsupportedModelError, UsageError
-from kvcdn.model.cache import build_cache, cache_argument, make_layer, output_cache
+from kvcdn.model.cache import beside, build_cache, make_layer, output_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill
 
@@ -110,7 +110,7 @@ class Judge:
         model = self._loaded.model
         with torch.inference_mode():
             tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=model.device)
-            output = model(input_ids=tokens, use_cache=True, **{cache_argument(model.forward): cache})
+            output = model(input_ids=tokens, use_cache=True, **beside(model.forward, cache, tokens))
             return output.logits[0].float().log_softmax(-1), output_cache(output)
 
     def _continue(self, kv: Kv) -> list[int]:

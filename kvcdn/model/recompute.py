@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from kvcdn.errors import MismatchError
 from kvcdn.keys import PRECISION_NATIVE
 from kvcdn.layout import KINDS
-from kvcdn.model.cache import build_cache, cache_argument
+from kvcdn.model.cache import beside, build_cache
 from kvcdn.model.layers import (
     IndexedLayer,
     LibraryIndexedLayer,
@@ -158,7 +158,7 @@ def _recompute(loaded: LoadedModel, layers: Sequence[Any], token_ids: Sequence[i
     body = getattr(model, model.base_model_prefix, model)
     ids = torch.tensor([list(token_ids[span.start : span.end])], dtype=torch.long, device=model.device)
     with torch.inference_mode():
-        body(input_ids=ids, use_cache=True, **{cache_argument(body.forward): cache})
+        body(input_ids=ids, use_cache=True, **beside(body.forward, cache, ids))
     return probes
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from kvcdn.model.cache import cache_argument
+from kvcdn.model.cache import beside
 from kvcdn.model.load import LoadedModel
 
 
@@ -23,7 +22,7 @@ def stock_cache(loaded: LoadedModel, token_ids: Sequence[int], blocks: int, leng
     with torch.inference_mode():
         for start in range(0, passed, step):
             ids = torch.tensor([list(token_ids[start : min(start + step, passed)])])
-            loaded.model(input_ids=ids, use_cache=True, **{cache_argument(loaded.model.forward): cache})
+            loaded.model(input_ids=ids, use_cache=True, **beside(loaded.model.forward, cache, ids))
     if passed > length:
         cache.crop(length - passed)
     return cache
@@ -32,10 +31,9 @@ def stock_cache(loaded: LoadedModel, token_ids: Sequence[int], blocks: int, leng
 def continued(loaded: LoadedModel, cache: Cache, token_ids: Sequence[int], steps: int) -> list[torch.Tensor]:
     """Logits of one pass over `token_ids`, and of `steps` greedy tokens after it, one at a time."""
     ids, logits = torch.tensor([list(token_ids)]), []
-    argument: dict[str, Any] = {cache_argument(loaded.model.forward): cache}
     with torch.inference_mode():
         for _ in range(steps + 1):
-            output = loaded.model(input_ids=ids, use_cache=True, **argument)
+            output = loaded.model(input_ids=ids, use_cache=True, **beside(loaded.model.forward, cache, ids))
             logits.append(output.logits)
             ids = output.logits[:, -1:].argmax(-1)
     return logits
