@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcdn.errors import UnsupportedModelError
-from kvcdn.layout import LayerSpec, TensorSpec
+from kvcdn.layout import LayerSpec, Layout, TensorSpec
 from kvcdn.model.cache import build_cache, cache_argument, make_layer, output_cache
 from kvcdn.model.layers import GROWTH_TOKENS, EmptyLayer, IndexedLayer, TokenMajorLayer, WindowLayer
 from kvcdn.model.load import load_model
@@ -252,3 +252,25 @@ def test_a_model_whose_cache_is_of_another_kind_is_refused_by_name(case):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small, **config), dtype=torch.bfloat16).eval()
     with pytest.raises(UnsupportedModelError, match=named):
         probe_layout(model)
+
+
+def test_a_layer_moves_once_when_decoding_has_begun():
+    """Token by token its memory is contiguous by head, as attention on a CPU reads it fast; rows and bits stay the same."""
+    spec = Layout.uniform_kv(1, 3, 16, "float32").layers[0]
+    layer = make_layer(spec, 40, 0, torch.device("cpu"))
+    stock = DynamicLayer()
+    places = []
+    for count in (30, 1, 1, 1, 1, 300, 1, 1):
+        states = torch.randn(1, 3, count, 16), torch.randn(1, 3, count, 16)
+        ours, theirs = layer.update(*states), stock.update(*states)
+        assert all(torch.equal(left, right) for left, right in zip(ours, theirs, strict=True))
+        places.append((layer.storage[0].data_ptr(), layer.storage[0].stride(0)))
+    strides = [stride for _, stride in places]
+    assert [48, 48, 16, 16, 16, 16, 16, 16] == strides
+    # Moved at the second single token, and once more when it was full.
+    assert 3 == len({place for place, _ in places})
+    # A document's last block may have one token: whoever fills and reads rows then finds them where they were.
+    filled = make_layer(spec, 40, 0, torch.device("cpu"))
+    filled.update(torch.randn(1, 3, 30, 16), torch.randn(1, 3, 30, 16))
+    filled.update(torch.randn(1, 3, 1, 16), torch.randn(1, 3, 1, 16))
+    assert all(rows.is_contiguous() for rows in filled.rows(0, 31))
