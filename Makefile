@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: setup demo test check peers soak format bench clean
+.PHONY: setup demo test test-kinds check peers soak format bench clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,10 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+
+# Every causal language model of transformers, some ten minutes on two cores; writes docs/models.md.
+test-kinds: setup
+	PYTHONPATH=tests $(BIN)/python -m support.sweep
 
 # mypy needs the folders where the packages will be installed: a tree of links.
 check: setup

@@ -22,7 +22,10 @@ from support.tiny import (
     FULL_ATTENTION_KINDS,
     INDEXED_KINDS,
     MORE_FULL_ATTENTION_KINDS,
+    REFUSED_STATE_KINDS,
+    ROOT,
     SHARED_KINDS,
+    STATE_KINDS,
     WINDOW_KINDS,
     tiny_checkpoint,
 )
@@ -87,6 +90,16 @@ def test_a_fetched_prefix_continues_to_the_bit(tmp_path, kind):
         expected = loaded.model.generate(**inputs, max_new_tokens=STEPS, do_sample=False)
         assert tuple(expected[0, whole.shape[1] :].tolist()) == answer.token_ids
         assert (TOKENS, None) == (answer.report.tokens_reused, answer.report.reason)
+
+
+def test_the_list_of_models_has_no_faults_and_all_that_is_tried_here():
+    """docs/models.md comes from a longer suite, `make test-kinds`; what this one carries is carried there."""
+    lines = (ROOT / "docs" / "models.md").read_text("utf-8").splitlines()
+    results = {cells[1].strip(" `"): cells[2].strip() for cells in (line.split("|") for line in lines) if len(cells) > 3}
+    tried = {kind for kind in (*KINDS, *STATE_KINDS) if "-window" not in kind}
+    assert {} == {kind: results.get(kind) for kind in tried if results.get(kind) != "to the bit"}
+    assert dict.fromkeys(REFUSED_STATE_KINDS, "refused") == {kind: results.get(kind) for kind in REFUSED_STATE_KINDS}
+    assert "FAULT" not in results.values()
 
 
 @pytest.fixture(scope="module")

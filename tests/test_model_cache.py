@@ -237,6 +237,7 @@ def test_a_model_computes_the_same_bits_from_our_layers_as_from_its_own(tmp_path
 
 UNSUPPORTED = {
     "mamba": ("mamba", {}, "begins anew"),
+    "a window without a mask": ("moshi", {"ffn_dim": 64, "head_dim": 16}, "moshi: its cache has a window"),
     "a window of one": ("mistral", {"sliding_window": 1}, "a window of 1 tokens"),
     "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "both directions"),
     "dynamic rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rope"),

@@ -17,6 +17,9 @@ from kvcdn.model.states import LibraryHybridLayer, LibraryHybridWindowLayer, Lib
 _CACHE_DIMENSIONS = 4
 """[batch, heads, tokens, dim]."""
 
+_REFUSED = {"moshi": "its cache has a window that its attention mask lacks, so that passes behind it differ from one pass"}
+"""Models that the library itself runs otherwise in several passes than in one, found by `make test-kinds`."""
+
 _PROBED_TOKENS = 12
 
 _HUGE = 1e30
@@ -61,6 +64,8 @@ def require_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{kind} is an encoder-decoder model; its cross-attention cache is not supported")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(f"{kind} reads in both directions: the KV of a token depends on the text behind it")
+    if kind in _REFUSED:
+        raise UnsupportedModelError(f"{kind}: {_REFUSED[kind]}")
     try:
         layers = DynamicCache(config=model.config).layers
     except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
