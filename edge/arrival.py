@@ -19,7 +19,7 @@ from kvcdn.edge.inspection import ObjectHead, inspect_head, read_head
 from kvcdn.edge.origins import Origin, Origins, close_pieces, graver
 from kvcdn.edge.staging import Staging
 from kvcdn.edge.target import ObjectName
-from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, UnavailableError
+from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, NotFoundError, UnavailableError
 from kvcdn.signing import TrustList
 from kvcdn.stores.span import begun
 
@@ -56,9 +56,14 @@ class Arrival:
 
     @classmethod
     def begin(cls, origins: Origins, name: ObjectName, trust: TrustList | None) -> Arrival:
-        """Asks the origins in turn. Raises NotFoundError, CorruptError, UntrustedError, UnavailableError."""
+        """Asks the origins in turn, and once more where one sent what is damaged.
+
+        Raises NotFoundError, CorruptError, UntrustedError, UnavailableError.
+        """
         failure: KvcdnError | None = None
-        for origin in origins.each:
+        for number, origin in enumerate(origins.each * DAMAGES):
+            if number >= len(origins.each) and not isinstance(failure, CorruptError):
+                break
             try:
                 pieces = origin.stream(name.key)
                 try:

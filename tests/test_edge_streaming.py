@@ -264,17 +264,19 @@ def test_the_frontier_is_always_at_a_proven_end(document: Document, data: st.Dat
     assert len(good) == verifier.verified
 
 
-def test_damage_on_the_link_is_asked_for_once_more(document: Document, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["envelope", "segment"])
+def test_damage_on_the_link_is_asked_for_once_more(document: Document, tmp_path: Path, place: str) -> None:
     """One origin, one flipped bit on the way: readers get the right bytes, from the frontier on of a second answer."""
     key, data, ends = _block(document)
+    flipped = 100 if place == "envelope" else ends[4] - 10
 
     class Noisy(SteppedStore):
         def _stepped(self, data: bytes, start: int, fail_at: int | None) -> Iterator[bytes]:
-            middle = ends[4] - start - 10
-            noise = data if start else data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-            return super()._stepped(noise, start, fail_at)
+            if len(self.streams) == 1:
+                data = data[:flipped] + bytes([data[flipped] ^ 1]) + data[flipped + 1 :]
+            return super()._stepped(data, start, fail_at)
 
     store = Noisy(_published(document))
     with edge_in_thread(store, tmp_path / "cache") as edge:
-        assert data == ask(edge.url, f"/{key}").body
-        assert [0, ends[3]] == store.starts
+        assert (200, data) == ((reply := ask(edge.url, f"/{key}")).status, reply.body)
+        assert [0, 0 if place == "envelope" else ends[3]] == store.starts
