@@ -204,7 +204,8 @@ def test_states_are_fetched_whole_or_not_at_all(published, monkeypatch, until):
     """Where a fetch of states fails or is slower than the model, the model prefills by itself."""
     monkeypatch.setattr(layout, "CHECKPOINT_BLOCKS", 2)
     of = published("qwen3_next")
-    remember_passes(of.loaded, [Pass(0, BLOCK, 0.2)])
+    # So slow a model waits for any link that lives; the other does not wait long for one that does not.
+    remember_passes(of.loaded, [Pass(0, BLOCK, 20.0 if until is None else 0.2)])
     for dies in (True, False):
         link = SlowLink(of.store, until=until, dies=dies)
         with of.client(link, mode="auto") as client:
