@@ -116,7 +116,8 @@ class Work:
     `block_s` are seconds of computing each on the schedule, less what is done of the first; `prompt_s` those of the model's
     own pass over all of them: None while unknown. `wire_bytes` are what is still to come of each: 0 for what is there,
     infinite for what will not come. `link` is in bytes per second and None while unknown, `decode` likewise what the
-    fetching threads can verify and decode. `shared` is the part of the decoding time that the model loses to it.
+    fetching threads can verify and decode. `shared` is the part of the decoding time that the model loses to it. `either` is
+    set where nothing can be computed beside a fetch: all is fetched, or all is computed.
     """
 
     block_s: Sequence[float] | None
@@ -126,6 +127,7 @@ class Work:
     decode: float
     latency_s: float = 0.0
     shared: float = 0.0
+    either: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def expect(work: Work) -> Expected:
 
 def _meeting(work: Work, rate: float | None) -> tuple[float | None, int]:
     """Where computing from the left and fetching from the right meet: seconds until then, and blocks computed."""
-    if work.block_s is None or rate is None:
+    if work.block_s is None or rate is None or work.either:
         return None, 0
     best, computed = math.inf, 0
     left, right = 0.0, float(sum(size for size in work.wire_bytes if math.isfinite(size)))
@@ -208,7 +210,7 @@ def decide(work: Work, aim: Aim, progress: Progress) -> Decision:
         found = _cheapest(work, expected, aim, aim.prices, progress)
         if found is not None:
             return found
-    decision = _fastest(expected, progress)
+    decision = _faster(expected, progress) if work.either else _fastest(expected, progress)
     return _in_time(decision, expected, aim, progress)
 
 
@@ -225,6 +227,21 @@ def _fastest(expected: Expected, progress: Progress) -> Decision:
     if both > compute * (1 / TURN if progress.running is Mode.BOTH else WORTHLESS):
         return Decision(Mode.COMPUTE, expected, f"{fetching}, prefilling {seconds(compute)}, and both at once no less")
     return Decision(Mode.BOTH, expected, f"{fetching}, prefilling {seconds(compute)}, both at once {seconds(both)}")
+
+
+def _faster(expected: Expected, progress: Progress) -> Decision:
+    """Fetching or computing, where it cannot be both. An unknown link is given as long as a fetch may take in vain."""
+    fetch, compute = expected.fetch, expected.compute
+    if fetch is not None and math.isinf(fetch):
+        return Decision(Mode.COMPUTE, expected, "fetching will not end")
+    if compute is None:
+        return Decision(Mode.FETCH, expected, "how fast this model prefills is not known")
+    if fetch is None:
+        if progress.spent_s < SAFE_SHARE * compute:
+            return Decision(Mode.FETCH, expected, "nothing is known of the link yet, so it is tried for a moment")
+        return Decision(Mode.COMPUTE, expected, f"the link has brought nothing yet, prefilling takes {seconds(compute)}")
+    mode = Mode.FETCH if fetch <= NEAR * compute else Mode.COMPUTE
+    return Decision(mode, expected, f"fetching takes {seconds(fetch)}, prefilling {seconds(compute)}")
 
 
 def _trying(expected: Expected, progress: Progress) -> Decision:
@@ -256,18 +273,20 @@ def _in_time(decision: Decision, expected: Expected, aim: Aim, progress: Progres
 
 def _cheapest(work: Work, expected: Expected, aim: Aim, prices: Prices, progress: Progress) -> Decision | None:
     """The cheapest option that ends, and in time where one does; None while the model's speed is not known."""
-    if work.block_s is None or expected.compute is None or expected.fetch is None or expected.both is None:
+    known = [expected.of(mode) for mode in Mode if not (work.either and mode is Mode.BOTH)]
+    if work.block_s is None or None in known:
         return None
     count = expected.computed_blocks
     parts = {
         Mode.FETCH: (0.0, work.wire_bytes),
-        Mode.COMPUTE: (expected.compute, ()),
+        Mode.COMPUTE: (expected.compute or 0.0, ()),
         Mode.BOTH: (sum(work.block_s[:count]), work.wire_bytes[count:]),
     }
     costs = {
         mode: prices.of_computing(computing) + prices.of_fetching(sum(sizes), len(sizes))
         for mode, (computing, sizes) in parts.items()
-        if math.isfinite(expected.of(mode) or 0.0) and (mode is not Mode.BOTH or count < len(work.block_s))
+        if math.isfinite(expected.of(mode) or 0.0)
+        and (mode is not Mode.BOTH or (count < len(work.block_s) and not work.either))
     }
     left = math.inf if aim.deadline_s is None else aim.deadline_s - progress.elapsed_s
     timely = {mode: cost for mode, cost in costs.items() if (expected.of(mode) or 0.0) <= left}

@@ -112,8 +112,8 @@ class Race:
         self._blocks = blocks
         self._length = length
         # States are those of the last block: nothing can be computed beside a fetch of them, nor behind a part of it.
-        can_be_both = not identity.layout.state_bytes or aim.mode is Mode.COMPUTE
-        self._aim = aim if can_be_both else replace(aim, mode=Mode.FETCH)
+        self._either = identity.layout.state_bytes > 0
+        self._aim = replace(aim, mode=Mode.FETCH) if self._either and aim.mode is Mode.BOTH else aim
         self._held = held
         self._asked = asked
         self._began = time.perf_counter()
@@ -162,7 +162,7 @@ class Race:
         shared = 1.0 if self._on_cpu else 0.0
         rate = self._rate(now, PROBE_SHARE * (prompt_s or 0.0))
         decode, latency = self._costs.decoding_rate(fetch), self._link.latency_s or 0.0
-        return Work(block_s, prompt_s, wire, rate, decode, latency, shared)
+        return Work(block_s, prompt_s, wire, rate, decode, latency, shared, self._either)
 
     def _speeds_now(self, now: float) -> tuple[PrefillSpeed | None, PrefillSpeed | None]:
         """The speeds of blocks and of one pass: as remembered, times what this machine has needed more or less just now."""
@@ -209,7 +209,8 @@ class Race:
         decision = self._decide()
         if decision.mode is not Mode.COMPUTE:
             # What may end up as both is fetched in the order and with the room of both.
-            self._begin_fetch(beside=decision.mode is Mode.BOTH or (self._aim.mode is None and decision.expected.fetch is None))
+            unknown = self._aim.mode is None and decision.expected.fetch is None and not self._either
+            self._begin_fetch(beside=decision.mode is Mode.BOTH or unknown)
 
     def _begin_fetch(self, *, beside: bool) -> None:
         self.fetch = PrefixFetch(
@@ -223,7 +224,7 @@ class Race:
             max_kl=self._supply.max_kl,
             held=self._held,
             beside=beside,
-            mendable=self._aim.mode is not Mode.FETCH,
+            mendable=self._aim.mode is not Mode.FETCH and not self._either,
             watch=self._watch,
         )
 

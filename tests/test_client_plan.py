@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -119,6 +120,26 @@ def test_decoding_takes_from_the_model_on_the_same_cores():
     """Where both share the cores, what is decoded is not free."""
     alone, sharing = (work(1.0, 8.0, shared=shared, decode=8e6) for shared in (0.0, 1.0))
     assert expect(sharing).both > expect(alone).both
+
+
+@pytest.mark.parametrize(
+    ("fetch_s", "compute_s", "spent", "mode"),
+    [
+        (10, 100, 0.0, Mode.FETCH),
+        (90, 100, 0.0, Mode.FETCH),
+        (200, 100, 0.0, Mode.COMPUTE),
+        (1e300, None, 0.0, Mode.FETCH),
+        (None, None, 9.0, Mode.FETCH),
+        (None, 100, 14.0, Mode.FETCH),
+        (None, 100, 16.0, Mode.COMPUTE),
+    ],
+)
+def test_where_it_cannot_be_both_it_is_the_faster(fetch_s, compute_s, spent, mode):
+    """Of states only the last count, so that nothing that was computed goes on from a fetch."""
+    found = dataclasses.replace(work(fetch_s, compute_s), either=True)
+    assert mode is decide(found, Aim(), Progress(spent_s=spent)).mode
+    assert Mode.COMPUTE is decide(dataclasses.replace(work(1, None, lost={0}), either=True), Aim(), Progress()).mode
+    assert Mode.BOTH is not decide(found, Aim.of(prefer="cheapest", prices=PRICES), Progress(spent_s=spent)).mode
 
 
 @pytest.mark.parametrize("mode", list(Mode))

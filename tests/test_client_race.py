@@ -199,6 +199,25 @@ def test_a_known_fast_link_is_fetched_from_and_a_slow_one_is_not(published):
             assert report.plan["expected"]["compute"] == pytest.approx(4 * 1.1 + 0.4, rel=0.4)
 
 
+@pytest.mark.parametrize("until", [0, 1000, None])
+def test_states_are_fetched_whole_or_not_at_all(published, monkeypatch, until):
+    """Where a fetch of states fails or is slower than the model, the model prefills by itself."""
+    monkeypatch.setattr(layout, "CHECKPOINT_BLOCKS", 2)
+    of = published("qwen3_next")
+    # So slow a model waits for any link that lives; the other does not wait long for one that does not.
+    remember_passes(of.loaded, [Pass(0, BLOCK, 20.0 if until is None else 0.2)])
+    for dies in (True, False):
+        link = SlowLink(of.store, until=until, dies=dies)
+        with of.client(link, mode="auto") as client:
+            answer = client.generate(asked(of), **GREEDY)
+        assert (0 if until is not None else answer.report.tokens_reused, 0) == (
+            answer.report.tokens_reused,
+            answer.report.tokens_computed,
+        )
+        assert (until is None) == (answer.report.reason is None)
+        assert len(answer.token_ids) > 0
+
+
 def test_a_link_that_turns_out_fast_ends_computing_within_a_layer(published):
     """A pass that was begun for an unknown link is cut, and nothing of it is used."""
     of = published("llama")
