@@ -344,6 +344,16 @@ def test_what_a_model_writes_is_its_own(published, store):
     assert before == files(store)[0].read_bytes()
 
 
+def test_decoding_goes_on_in_the_shared_pages(published, store):
+    """Layers that are mapped stay where they are: each session would otherwise have the prefix for itself."""
+    keep(published, store)
+    with published.client(local_store=store) as client:
+        prepared = client.prepare(asked(published))
+        before = [tensor.data_ptr() for layer in prepared.cache.layers for tensor in layer.storage]
+        assert same_as_stock(published, prepared)
+        assert before == [tensor.data_ptr() for layer in prepared.cache.layers for tensor in layer.storage]
+
+
 def test_sessions_in_threads_share_one_file(published, store):
     """Many at once on one client, each with its own continuation."""
     keep(published, store)
