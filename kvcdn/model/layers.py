@@ -5,7 +5,8 @@ before the model runs. These layers are allocated once, with room for what will 
 before their bytes are there: `update`, which the model calls when it reaches the layer, waits for them. Memory is token-
 major ([tokens, heads, dim], FORMAT.md 2.3), so a block decodes straight into place; the model sees the usual [1, heads,
 tokens, dim] as a transposed view, and computes the same bits from it. On a CPU attention reads that view at half the speed of
-memory that is contiguous by head, so there a layer moves once, when decoding has begun.
+memory that is contiguous by head, so there a layer moves once, when decoding has begun; but one that lies in pages which other
+processes share stays there, since a hundred sessions on one prefix would otherwise hold it a hundred times.
 
 There is a class for each kind of layer in FORMAT.md 2.3, to the model the library's own: `TokenMajorLayer` for `kv`,
 `WindowLayer` for `window`, `IndexedLayer` for `indexed`, `EmptyLayer` for `none`.
@@ -76,6 +77,7 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         ]
         self.is_initialized = True
         self._borrowed = False
+        self._shared = storage is not None
         self._singles = 0
         self._wait = wait
         self._show(length)
@@ -140,7 +142,7 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         self._singles = self._singles + 1 if end - length == 1 else 0
         if self._borrowed or end - self.first > self.storage[0].shape[0]:
             self._grow(length, end + GROWTH_TOKENS, self._first_kept(length))
-        elif self._singles == _DECODING and self.device.type == "cpu" and self._is_token_major():
+        elif self._singles == _DECODING and self.device.type == "cpu" and self._is_token_major() and not self._shared:
             self._grow(length, end + GROWTH_TOKENS, self.first)
         require_dtype(self.storage, (key_states, value_states))
         for tensor, states in zip(self.rows(length, end)[:2], (key_states, value_states), strict=True):
@@ -167,7 +169,7 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
             )
         for old, new in zip(self.rows(first, length), grown, strict=True):
             new[: length - first].copy_(old)
-        self.storage, self.first, self._borrowed = grown, first, False
+        self.storage, self.first, self._borrowed, self._shared = grown, first, False, False
 
     def _is_token_major(self) -> bool:
         """Whether a head's tokens are apart in memory: as blocks have them, and as attention on a CPU reads them slowly."""
