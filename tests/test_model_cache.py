@@ -13,7 +13,8 @@ from kvcdn.errors import UnsupportedModelError
 from kvcdn.layout import LayerSpec, Layout, TensorSpec
 from kvcdn.model.cache import build_cache, cache_argument, make_layer, output_cache
 from kvcdn.model.layers import GROWTH_TOKENS, EmptyLayer, IndexedLayer, TokenMajorLayer, WindowLayer
-from kvcdn.model.load import load_model
+from kvcdn.model.load import bind_model, load_model
+from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.probe import probe_layout
 from support.tiny import FULL_ATTENTION_KINDS, SHARED_KINDS, tiny_checkpoint
 
@@ -233,6 +234,27 @@ def test_a_model_computes_the_same_bits_from_our_layers_as_from_its_own(tmp_path
     for mine, its in zip(ours.layers, output_cache(outputs[1]).layers, strict=True):
         assert torch.equal(mine.keys, its.keys)
         assert torch.equal(mine.values, its.values)
+
+
+def test_a_model_that_is_partly_on_disk_computes_the_same_bits(tmp_path):
+    """What accelerate offloads is brought back for every pass; a model spread over devices is refused by name."""
+    folder = tiny_checkpoint(tmp_path / "model", "llama")
+    whole = load_model(str(folder))
+    names = ("embed_tokens", "layers.0", "layers.1", "layers.2", "norm", "rotary_emb")
+    places = {"lm_head": "cpu", **{f"model.{name}": "disk" if name == "layers.1" else "cpu" for name in names}}
+    offload = {"device_map": places, "offload_folder": str(tmp_path / "offloaded"), "dtype": "auto"}
+    parted = AutoModelForCausalLM.from_pretrained(folder, **offload).eval()
+    bound = bind_model(parted, whole.tokenizer)
+    assert bound.identity == whole.identity
+    ids = tuple(range(2, 102))
+    found = []
+    for loaded in (whole, bound):
+        blocks = ScheduledPrefill(loaded.model, loaded.identity.layout, len(ids)).run(ids)
+        found.append([bytes(tensor) for block in blocks for layer in block.raw_layers() for tensor in layer])
+    assert found[0] == found[1]
+    parted.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(UnsupportedModelError, match="spread over the devices 0, 1"):
+        probe_layout(parted)
 
 
 UNSUPPORTED = {

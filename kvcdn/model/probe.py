@@ -64,6 +64,7 @@ def require_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{kind} is an encoder-decoder model; its cross-attention cache is not supported")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(f"{kind} reads in both directions: the KV of a token depends on the text behind it")
+    _require_one_device(model)
     if kind in _REFUSED:
         raise UnsupportedModelError(f"{kind}: {_REFUSED[kind]}")
     try:
@@ -77,6 +78,18 @@ def require_supported(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(
                 f"{kind} uses {rope} rope: its keys depend on the length of the whole prompt, not on the prefix"
             )
+
+
+def _require_one_device(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError for a model that accelerate spread over several devices that compute."""
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    # What lies on the CPU or on disk beside an accelerator is brought to it for every pass.
+    computing = sorted(places - {"cpu", "disk"})
+    if len(computing) > 1:
+        raise UnsupportedModelError(
+            f"{model.config.model_type} is spread over the devices {', '.join(computing)}; its cache must lie on one",
+            hint="load it on one device, with what does not fit offloaded to the CPU",
+        )
 
 
 def _layer_kind(index: int, layer: Any, model: PreTrainedModel) -> str:
