@@ -65,7 +65,7 @@ class LossyPublishing:
         native = self._run_of(PRECISION_NATIVE)
         exact = native.compute(self._ids)
         judge = Judge(native.loaded, self._ids, exact)
-        encoders = _Encoders(native.loaded, self._ids, exact)
+        encoders = Encoders(native.loaded, self._ids, exact)
         while precision != PRECISION_NATIVE:
             run = self._run_of(precision)
             run.after(native)
@@ -99,7 +99,7 @@ class LossyPublishing:
         )
 
 
-class _Encoders:
+class Encoders:
     """The encoders of one document, made when they are asked for."""
 
     def __init__(self, loaded: LoadedModel, token_ids: Sequence[int], exact: Kv) -> None:

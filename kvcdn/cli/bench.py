@@ -201,6 +201,51 @@ def crossover(
         print_text(f"\nedge killed at {kill} random moments: at most {result['kill']['worst_over_prefill']:.2f} x a prefill")
 
 
+def codec(
+    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    document: Annotated[
+        list[Path] | None, typer.Option(help="A text file, also several times; by default a text, code and a table.")
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(min=16, help="Tokens of each document, without the 256 behind that are compared.")
+    ] = 2048,
+    runs: Annotated[int, typer.Option(min=1, help="Times a block is decoded; the median counts.")] = 5,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Size, speed and quality of every precision on real documents, beside recomputing, plain zstd and 8 bits a tensor."""
+    from kvcdn.cli.bench_codec import PUBLISHED, measure_codecs  # noqa: PLC0415 - see kvcdn.cli
+
+    rows = list(measure_codecs(model, document or [], tokens, runs, note))
+    if as_json:
+        print_json({"rows": rows, "published": PUBLISHED})
+        return
+    print_table(
+        ["DOCUMENT", "CODEC", "RATIO", "DECODE GB/S", "KL", "X NOISE", "TOP-1", "GREEDY"],
+        [
+            [
+                row["document"],
+                row["codec"],
+                f"{row['ratio']:.4f}",
+                f"{row['decode_gbps_per_core']:.2f}" if "decode_gbps_per_core" in row else "-",
+                *(
+                    (
+                        f"{row['kl']:.5f}",
+                        f"{row['kl'] / row['kl_recompute']:.2f}" if row["kl_recompute"] else "-",
+                        f"{row['top1']:.1%}",
+                        f"{row['greedy_equal']} of {row['greedy_total']}",
+                    )
+                    if "kl" in row
+                    else ("-",) * 4
+                ),
+            ]
+            for row in rows
+        ],
+    )
+    for one in PUBLISHED:
+        print_text(f"{one['codec']}: {one['published']}")
+
+
 @app.command()
 def eviction(
     trace: Annotated[Path, typer.Option(help="JSON lines with hash_ids, a prompt's prefix blocks; .gz is read as well.")],

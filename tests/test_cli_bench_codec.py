@@ -1,0 +1,34 @@
+"""`kvcdn bench codec`: a row for every precision of a real text, with a real if tiny model."""
+
+from __future__ import annotations
+
+from kvcdn.keys import PRECISIONS
+from support.command import kvcdn
+from support.tiny import TEXT
+
+
+def test_rows_of_every_precision(tiny_llama, tmp_path):
+    """Ratios fall with the precision, exact KV is at no distance, and what was published by others is marked so."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, "utf-8")
+    ran = kvcdn("bench", "codec", "--model", tiny_llama, "--document", text, "--tokens", "300", "--runs", "1", "--json")
+    assert 0 == ran.code, ran.err
+    rows = {row["codec"]: row for row in ran.json["rows"]}
+    others = ["safetensors (raw)", "zstd over raw bytes", "int8 over whole tensors"]
+    assert [*others, "lossless", *PRECISIONS[1:]] == list(rows)
+    assert (0.0, 1.0) == (rows["lossless"]["kl"], rows["lossless"]["top1"])
+    assert rows["safetensors (raw)"]["ratio"] == 1.0
+    assert rows["lossless"]["ratio"] > rows["int8"]["ratio"] > rows["int4"]["ratio"]
+    assert rows["lossless"]["ratio"] > rows["tc-high"]["ratio"] > rows["tc-medium"]["ratio"] > rows["tc-low"]["ratio"]
+    for name in ("lossless", *PRECISIONS[1:]):
+        assert {"document", "encode_gbps", "decode_gbps_per_core", "kl_recompute", "greedy_equal"} <= set(rows[name])
+    assert {"CacheGen", "KVTC"} == {one["codec"] for one in ran.json["published"] if "arXiv" in one["published"]}
+
+
+def test_a_short_document_is_refused(tiny_llama, tmp_path):
+    """There must be a tail to compare on."""
+    text = tmp_path / "short.txt"
+    text.write_text("Too short.", "utf-8")
+    ran = kvcdn("bench", "codec", "--model", tiny_llama, "--document", text, "--tokens", "300")
+    assert 2 == ran.code
+    assert "556 are needed" in ran.complaint
