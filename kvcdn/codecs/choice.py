@@ -22,7 +22,7 @@ BITS = {"int8": 8, "int4": 4}
 """Bits of a code in each precision."""
 
 STEPS = {"tc-high": 0.00025, "tc-medium": 0.0008, "tc-low": 0.0021}
-"""Steps in the unit of the basis. On SmolLM2-135M they make 0.27, 0.16 and 0.10 of the raw bytes."""
+"""Steps in the unit of the basis; docs/codecs.md has what such steps make."""
 
 RECENT_TOKENS = 16
 """The last tokens of a document are exact on grids: what follows reads them most."""
