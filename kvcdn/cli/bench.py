@@ -201,6 +201,7 @@ def crossover(
         print_text(f"\nedge killed at {kill} random moments: at most {result['kill']['worst_over_prefill']:.2f} x a prefill")
 
 
+@app.command()
 def codec(
     model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
     document: Annotated[

@@ -41,12 +41,16 @@ _NO_CERTIFICATE = Certificate(0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class _Subject:
-    """A document's exact KV, and what judges others by it."""
+    """A document's exact KV, and what judges others by it: tokens that follow the document, of which no encoder knows."""
 
     name: str
     loaded: LoadedModel
     ids: tuple[int, ...]
+    """Of the document."""
     exact: Kv
+    """Of the document."""
+    behind: Kv
+    """Of the tokens that follow it."""
     judge: Judge
     encoders: Encoders
 
@@ -72,8 +76,12 @@ def measure_codecs(
         prefill = ScheduledPrefill(loaded.model, loaded.identity.layout, len(ids))
         for _ in prefill.run(ids):
             pass
-        exact = prefill.rows(len(ids))
-        subject = _Subject(name, loaded, ids, exact, Judge(loaded, ids, exact), Encoders(loaded, ids, exact))
+        whole, document = prefill.rows(len(ids)), ids[:tokens]
+        judge = Judge(loaded, ids, whole, continuation=CONTINUATION_TOKENS)
+        exact, behind = (
+            [tuple(tensor[rows] for tensor in layer) for layer in whole] for rows in (slice(tokens), slice(tokens, None))
+        )
+        subject = _Subject(name, loaded, document, exact, behind, judge, Encoders(loaded, document, exact))
         yield from _simple_rows(subject)
         for precision in PRECISIONS:
             tell(f"{name}: {precision}")
@@ -123,7 +131,8 @@ def _uniform(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _quality(subject: _Subject, kv: Kv) -> dict[str, Any]:
-    found = subject.judge.certify(kv)
+    pairs = zip(kv, subject.behind, strict=True)
+    found = subject.judge.certify([tuple(torch.cat(both) for both in zip(*layers, strict=True)) for layers in pairs])
     return {
         "kl": found.kl_mean / NANO,
         "kl_recompute": found.kl_recompute / NANO,
