@@ -40,6 +40,8 @@ ENDS = (1.0, 1000.0, 10000.0)
 GAUGE_SECONDS = 1.5
 """How long a link's real rate is measured."""
 
+GAUGES = 3
+
 SHAPED = 0.95
 """A link that reaches less of its rate is limited by this machine, and not shaped."""
 
@@ -105,7 +107,12 @@ def _row(
     samples: dict[str, list[float]] = {"prefill": [], "fetch": [], "auto": []}
     decisions: list[str] = []
     with shaped_link(rig.edge.port, mbit, latency_s) as link, _client(rig, link.url) as client:
-        rate = _gauge(link.url, rig)
+        # A busy machine may hold a download up, and no link is faster than it is: the best of a few tries tells.
+        rate = 0.0
+        for _ in range(GAUGES):
+            rate = max(rate, _gauge(link.url, rig))
+            if rate >= SHAPED * mbit:
+                break
         estimated = wire * 8 / 1e6 / rate > fetch_limit_s
         first = _ask(client, rig, "auto")
         for run in range(runs):
