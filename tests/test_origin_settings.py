@@ -13,6 +13,7 @@ import pytest
 
 from kvcdn.edge import settings as edge_settings
 from kvcdn.errors import UsageError
+from kvcdn.origin import service_settings
 from kvcdn.origin import settings as origin_settings
 from kvcdn.origin.settings import PublisherSettings, load_settings
 
@@ -20,6 +21,7 @@ INFRA = Path(__file__).parents[1] / "infra"
 
 SERVICES = {
     "publisher": (origin_settings, PublisherSettings, INFRA / "origin.toml", "KVCDN_PUBLISHER_"),
+    "service": (service_settings, service_settings.ServiceSettings, INFRA / "service.toml", "KVCDN_SERVICE_"),
     "edge": (edge_settings, edge_settings.EdgeSettings, INFRA / "edge.toml", "KVCDN_EDGE_"),
 }
 
@@ -29,7 +31,7 @@ EACH_SERVICE = pytest.mark.parametrize("service", SERVICES)
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("KVCDN_PUBLISHER_", "KVCDN_EDGE_")):
+        if name.startswith(("KVCDN_PUBLISHER_", "KVCDN_EDGE_", "KVCDN_SERVICE_")):
             monkeypatch.delenv(name)
 
 
