@@ -19,6 +19,8 @@ from pathlib import Path
 
 from aiohttp import web
 
+from kvcdn.access import listening
+from kvcdn.access.listening import ListenAddress
 from kvcdn.edge.access import AccessLogger, access_log
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.app import Edge
@@ -29,7 +31,7 @@ from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origins
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.scrub import Scrub
-from kvcdn.edge.settings import RELOADABLE, EdgeSettings, ListenAddress
+from kvcdn.edge.settings import RELOADABLE, EdgeSettings
 from kvcdn.edge.storage import DiskCache
 from kvcdn.errors import KvcdnError, UnavailableError, UsageError
 from kvcdn.signing import TrustList
@@ -260,24 +262,7 @@ async def _listen_locally(path: Path, runner: web.ServerRunner, tls: ssl.SSLCont
 
 def tls_context(settings: EdgeSettings) -> ssl.SSLContext | None:
     """What HTTPS needs; None where the settings say HTTP. Raises UsageError."""
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(settings.tls_cert.expanduser(), settings.tls_key.expanduser(), password=_no_password)
-    except (OSError, ValueError) as error:
-        # ssl.SSLError is an OSError whose strerror says nothing of use.
-        reason = error.reason if isinstance(error, ssl.SSLError) else str(error)
-        raise UsageError(
-            f"cannot use the certificate {settings.tls_cert} with the key {settings.tls_key}: {reason}",
-            hint="both are PEM; the key belongs to the certificate and has no passphrase",
-        ) from None
-    return context
-
-
-def _no_password() -> str:
-    raise ValueError("the key has a passphrase")
+    return listening.tls_context(settings.tls_cert, settings.tls_key)
 
 
 def trust_list(path: Path | None) -> TrustList | None:

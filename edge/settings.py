@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -14,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from kvcdn.access.allowance import Limits
+from kvcdn.access.listening import ListenAddress
 from kvcdn.access.tokens import AUDIENCE
 from kvcdn.settings import SettingsSources
 from kvcdn.sizes import parse_size
@@ -30,64 +27,11 @@ MAX_CAPACITY_BYTES = 1 << 60
 MAX_SCRUB_BYTES_PER_SECOND = 10 * 1000**3
 """More than any disk reads."""
 
-_LISTEN = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9.-]{1,253})):([0-9]{1,5})")
-
-MAX_PORT = 65535
-
-_UNIX = "unix:"
-
-MAX_SOCKET_PATH_BYTES = 107
-"""Linux's own limit."""
-
 
 def _checked_capacity(value: int) -> int:
     if not MIN_CAPACITY_BYTES <= value <= MAX_CAPACITY_BYTES:
         raise ValueError(f"{value} bytes; an edge needs 1MiB or more")
     return value
-
-
-@dataclass(frozen=True)
-class ListenAddress:
-    """Where the edge listens."""
-
-    host: str
-    port: int
-    socket: Path | None = None
-    """Of a Unix socket, which has neither host nor port."""
-
-    @classmethod
-    def parse(cls, text: str) -> ListenAddress:
-        """Reads `127.0.0.1:8400`, `[::1]:8400`, `localhost:8400` or `unix:/run/kvcdn.sock`. Raises ValueError."""
-        if text.startswith(_UNIX):
-            path = Path(text.removeprefix(_UNIX))
-            if not path.is_absolute() or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-                raise ValueError(f"{text[:80]!r} is not unix: and an absolute path of at most {MAX_SOCKET_PATH_BYTES} bytes")
-            return cls("", 0, path)
-        match = _LISTEN.fullmatch(text)
-        if match is None or int(match.group(3)) > MAX_PORT:
-            raise ValueError(f"{text[:80]!r} is not HOST:PORT or unix:/PATH")
-        return cls(match.group(1) or match.group(2), int(match.group(3)))
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine reaches it. A name other than `localhost` may resolve to anything: it counts as outside."""
-        if self.host == "localhost" or self.socket is not None:
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
-    def __str__(self) -> str:
-        if self.socket is not None:
-            return f"{_UNIX}{self.socket}"
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def url(self, port: int, scheme: str = "http") -> str:
-        """The base URL when bound to `port`; `unix:/path` for a Unix socket."""
-        if self.socket is not None:
-            return str(self)
-        return f"{scheme}://[{self.host}]:{port}" if ":" in self.host else f"{scheme}://{self.host}:{port}"
 
 
 def _checked_listen(text: str) -> str:

@@ -22,7 +22,8 @@ MAX_DAYS = 36_500
 """A century; more is a date or a count of seconds by mistake."""
 
 
-def _checked_origin(url: str) -> str:
+def checked_origin(url: str) -> str:
+    """`url`, if it is a place to which objects can go. Raises ValueError."""
     # Not shown in the message: what somebody puts into a URL may be a password.
     if url.lower().startswith(("http://", "https://")):
         raise ValueError("http(s) origins can only be read; name a folder or s3://bucket/prefix")
@@ -36,7 +37,7 @@ class PublisherSettings(BaseSettings):
         env_prefix=SOURCES.env_prefix, extra="forbid", frozen=True, env_ignore_empty=True, hide_input_in_errors=True
     )
 
-    origin: Annotated[str, AfterValidator(_checked_origin)] | None = Field(
+    origin: Annotated[str, AfterValidator(checked_origin)] | None = Field(
         default=None,
         min_length=1,
         description="Where objects go: a folder or s3://bucket/prefix. Without it, a folder of the user's.",

@@ -88,13 +88,13 @@ def read_document(source: str) -> Document:
     Raises a KvcdnError that names what is wrong.
     """
     if source == "-":
-        return _document("standard input", sys.stdin.buffer.read(MAX_DOCUMENT_BYTES + 1))
+        return decode_document("standard input", sys.stdin.buffer.read(MAX_DOCUMENT_BYTES + 1))
     if _is_url(source):
-        return _document(source, _download(source))
+        return decode_document(source, _download(source))
     path = Path(source).expanduser()
     if path.is_dir():
         raise UsageError(f"{source} is a folder", hint="name one document")
-    return _document(source, _read_file(path))
+    return decode_document(source, _read_file(path))
 
 
 def _is_url(source: str) -> bool:
@@ -126,7 +126,8 @@ def _download(url: str) -> bytes:
         raise UnavailableError(f"cannot download {url}: {error}") from None
 
 
-def _document(name: str, data: bytes) -> Document:
+def decode_document(name: str, data: bytes) -> Document:
+    """The text in `data`. Raises UsageError for what is too large, binary, not UTF-8, or empty."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise UsageError(f"{name} is larger than {MAX_DOCUMENT_BYTES >> 20} MiB; no model reads that much")
     if b"\x00" in data[:_BINARY_PROBE_BYTES]:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from kvcdn.access.listening import ListenAddress
 from kvcdn.cli.nginx import nginx_path, running_nginx
 from kvcdn.edge.launch import RunningEdge
-from kvcdn.edge.settings import ListenAddress
 from kvcdn.errors import UnavailableError
 from kvcdn.stores.folder import FolderStore
 from support.blocks import Document, make_document

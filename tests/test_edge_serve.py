@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcdn.edge.guard import LOCAL, Guard
+from kvcdn.access.guard import LOCAL
+from kvcdn.edge.guard import Guard
 from kvcdn.edge.launch import launch_edge
 from kvcdn.edge.settings import load_settings
 from kvcdn.errors import UnavailableError, UsageError

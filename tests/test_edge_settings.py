@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcdn.edge.settings import EdgeSettings, ListenAddress, load_settings
+from kvcdn.access.listening import ListenAddress
+from kvcdn.edge.settings import EdgeSettings, load_settings
 from kvcdn.errors import UsageError
 from kvcdn.sizes import parse_size
 

@@ -88,7 +88,7 @@ def settings_of(unit: Path) -> dict[str, dict[str, list[str]]]:
 
 def test_there_is_something_to_check() -> None:
     """The checks below have their subjects."""
-    assert ["kvcdn-edge.service", "kvcdn-publish@.service"] == [path.name for path in UNITS]
+    assert ["kvcdn-edge.service", "kvcdn-origin.service", "kvcdn-publish@.service"] == [path.name for path in UNITS]
     assert ["edge.Dockerfile", "publisher.Dockerfile"] == [path.name for path in IMAGES]
     assert ["edge.env.example", "publisher.env.example"] == [path.name for path in ENVIRONMENTS]
 
@@ -148,6 +148,17 @@ def test_edge_unit_agrees_with_the_settings() -> None:
     assert [settings.cache_dir] == [Path("/var/cache") / name for name in service["CacheDirectory"]]
     assert settings.shutdown_seconds + STOP_SECONDS < float(service["TimeoutStopSec"][0])
     assert [str(UsageError.exit_code)] == service["RestartPreventExitStatus"]
+
+
+def test_origin_unit_agrees_with_the_settings() -> None:
+    """The queue of the sample settings lies in the folder that the unit makes, and stopping gets the time that it may take."""
+    from kvcdn.origin.service_settings import load_settings
+
+    service = settings_of(INFRA / "kvcdn-origin.service")["Service"]
+    settings = load_settings(INFRA / "service.toml", {})
+    assert settings.queue_file is not None
+    assert [settings.queue_file.parent] == [Path("/var/lib") / name for name in service["StateDirectory"]]
+    assert settings.stop_seconds < float(service["TimeoutStopSec"][0])
 
 
 # -- variables --------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 
 from kvcdn.edge import settings as edge_settings
 from kvcdn.errors import UsageError
+from kvcdn.origin import service_settings
 from kvcdn.origin import settings as origin_settings
 from kvcdn.origin.settings import PublisherSettings, load_settings
 
@@ -20,6 +21,7 @@ INFRA = Path(__file__).parents[1] / "infra"
 
 SERVICES = {
     "publisher": (origin_settings, PublisherSettings, INFRA / "origin.toml", "KVCDN_PUBLISHER_"),
+    "service": (service_settings, service_settings.ServiceSettings, INFRA / "service.toml", "KVCDN_SERVICE_"),
     "edge": (edge_settings, edge_settings.EdgeSettings, INFRA / "edge.toml", "KVCDN_EDGE_"),
 }
 
@@ -29,7 +31,7 @@ EACH_SERVICE = pytest.mark.parametrize("service", SERVICES)
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("KVCDN_PUBLISHER_", "KVCDN_EDGE_")):
+        if name.startswith(("KVCDN_PUBLISHER_", "KVCDN_EDGE_", "KVCDN_SERVICE_")):
             monkeypatch.delenv(name)
 
 
@@ -85,8 +87,9 @@ def test_sample_shows_defaults_that_are_true(service: str, tmp_path: Path) -> No
     module, model, sample, _ = service_of(service)
     settings = module.load_settings(write(tmp_path, uncommented(sample)), {})
     shown = {name: getattr(settings, name) for name in commented(sample)}
-    defaults = {name: model.model_fields[name].default for name in shown}
-    assert {} == {name: value for name, value in shown.items() if defaults[name] not in (None, value)}
+    defaults = {name: model.model_fields[name].get_default(call_default_factory=True) for name in shown}
+    nothing = (None, (), {}, edge_settings.TenantLimits())  # then the line shows a form to follow
+    assert {} == {name: value for name, value in shown.items() if defaults[name] not in (*nothing, value)}
     shown_here = {"adapters", "device", "label", "precision"}
     assert service != "publisher" or shown_here == {name for name in defaults if defaults[name] is not None}
 

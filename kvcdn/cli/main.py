@@ -22,6 +22,7 @@ from kvcdn.cli import (
     keygen,
     lint,
     listing,
+    origin,
     publish,
     remove,
     revoke,
@@ -47,6 +48,7 @@ app = typer.Typer(
 
 app.command()(publish.publish)
 app.command()(edge.edge)
+app.command()(origin.origin)
 app.command()(ask.ask)
 app.command()(verify.verify)
 app.command()(explain.explain)

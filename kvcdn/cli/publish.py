@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,13 +20,14 @@ from kvcdn.cli.options import (
     Endpoint,
     NamespaceName,
     Origin,
+    Token,
     TrustFile,
     open_origin,
     quiet_libraries,
     trust_list,
 )
 from kvcdn.cli.output import link, note, print_error, print_json, print_pairs, size
-from kvcdn.errors import KvcdnError
+from kvcdn.errors import KvcdnError, UsageError
 
 if TYPE_CHECKING:
     from kvcdn.keys import Namespace
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     from kvcdn.origin.sources import Document
 
 _SECONDS_PER_DAY = 86400
+
+_NAME_CHARACTERS = 200
+"""Of a document's name, from its end, that a service is told."""
 
 
 def publish(
@@ -59,7 +65,21 @@ def publish(
     key: Annotated[Path | None, typer.Option(help="Signing key (PEM) to use in place of yours.")] = None,
     trust: TrustFile = None,
     device: Annotated[str | None, typer.Option(help="Where the model runs: cpu (the default), cuda, cuda:1.")] = None,
+    service: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVCDN_SERVICE", help="URL of a prefill service (kvcdn origin) that does it, in place of this machine."
+        ),
+    ] = None,
+    token: Token = None,
+    priority: Annotated[
+        int | None, typer.Option(min=0, max=9, help="With --service: higher ones come first; 5 by default.")
+    ] = None,
+    window: Annotated[
+        str | None, typer.Option(help="With --service: hours of UTC in which it may begin, such as 22:00-06:00.")
+    ] = None,
     *,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="With --service: wait until it is published.")] = True,
     chat: Chat = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say size, time and break-even link speed; write nothing.")
@@ -71,6 +91,11 @@ def publish(
     Options override the settings file and KVCDN_PUBLISHER_* variables.
     Where the same has been published already, nothing is done; an interrupted run is taken up where it ended.
     """
+    if service is not None:
+        wished = {"model": model, "precision": precision, "min_quality": min_quality, "namespace": namespace, "label": label}
+        wished |= {"ttl": days and days * _SECONDS_PER_DAY, "priority": priority, "window": window}
+        _submit(source, service, token, wished, chat=chat, wait=wait, as_json=as_json)
+        return
     from kvcdn.keyring import load_namespace  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.origin.settings import load_settings  # noqa: PLC0415
     from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415
@@ -101,6 +126,37 @@ def publish(
     if failures:
         note(f"kvcdn: {len(failures)} of {len(sources)} documents were not published")
         raise typer.Exit(failures[0].exit_code)
+
+
+def _submit(
+    source: str, url: str, token: str | None, wished: Mapping[str, Any], *, chat: bool, wait: bool, as_json: bool
+) -> None:
+    """Hands documents to a prefill service. Each has a key, so that asking again after a lost answer adds no second job."""
+    from kvcdn.cli.submit import ServiceClient, submit_all  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415
+
+    common = {name: value for name, value in wished.items() if value is not None}
+    requests = []
+    for name in list_documents(source):
+        for line, content in enumerate(_contents(read_document(name), chat=chat), 1):
+            request = {"name": name[-_NAME_CHARACTERS:], "idempotency_key": secrets.token_hex(16), **common, **content}
+            requests.append((f"{name}:{line}" if name.endswith(".jsonl") else name, request))
+    submit_all(ServiceClient(url, token), requests, wait=wait, as_json=as_json)
+
+
+def _contents(document: Document, *, chat: bool) -> list[dict[str, Any]]:
+    """What a document is to a service: a text, a chat, or, of a JSONL file, what each line says."""
+    if chat:
+        return [{"messages": document.messages(), "tools": document.tools()}]
+    if not document.name.endswith(".jsonl"):
+        return [{"text": document.text}]
+    try:
+        lines = [json.loads(line) for line in document.text.splitlines() if line.strip()]
+    except (ValueError, RecursionError):
+        raise UsageError(f"{document.name} is not JSON, a line each") from None
+    if not all(isinstance(line, dict) for line in lines):
+        raise UsageError(f"{document.name} has lines that are no objects", hint='a line is a job, such as {"text": "..."}')
+    return lines
 
 
 def _readable(name: str, read: Callable[[str], Document], *, only: bool) -> Document | None:

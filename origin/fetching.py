@@ -1,0 +1,124 @@
+"""Fetching: documents from URLs that strangers name, which must not lead into the service's own network.
+
+A name is resolved once, every address that it has must be a public one, and the connection goes to the very address that was
+looked at; each redirect is looked at anew. Size and time are bounded, whatever the server does.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable
+from urllib.parse import urljoin, urlsplit
+
+import urllib3
+
+from kvcdn.errors import NotFoundError, UnavailableError, UsageError
+from kvcdn.origin.sources import MAX_DOCUMENT_BYTES, Document, decode_document
+
+MAX_REDIRECTS = 5
+
+FETCH_SECONDS = 120.0
+"""Of one document, redirects and all."""
+
+_CONNECT_SECONDS = 10.0
+_READ_SECONDS = 30.0
+_PIECE_BYTES = 1 << 16
+
+_REDIRECTS = frozenset((301, 302, 303, 307, 308))
+
+_NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is one of the internet: not of this machine, this link, this network, nor one that leads to such."""
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if inner is not None:
+            return is_public(inner)
+        # What is translated or tunnelled ends who knows where.
+        if address.teredo is not None or any(address in network for network in _NAT64) or int(address) >> 32 == 0:
+            return False
+        if address.is_site_local:
+            return False
+    return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
+
+
+def resolve_public(host: str, port: int) -> str:
+    """The address to connect to. Raises UsageError where the name leads, or may lead, to an internal one; UnavailableError."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise UnavailableError(f"the name {host[:253]!r} cannot be resolved") from None
+    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+    if not addresses:
+        raise UnavailableError(f"the name {host[:253]!r} has no address")
+    if not all(is_public(address) for address in addresses):
+        raise UsageError(f"{host[:253]} has an internal address, from which nothing is fetched")
+    return str(addresses[0])
+
+
+def fetch_document(
+    url: str,
+    *,
+    resolve: Callable[[str, int], str] = resolve_public,
+    limit: int = MAX_DOCUMENT_BYTES,
+    seconds: float = FETCH_SECONDS,
+) -> Document:
+    """The text at `url`, of at most `limit` bytes. Raises UsageError, NotFoundError, UnavailableError."""
+    deadline = time.monotonic() + seconds
+    target = url
+    for _ in range(MAX_REDIRECTS + 1):
+        data, following = _get(target, resolve, limit, deadline)
+        if following is None:
+            return decode_document(url, data)
+        target = urljoin(target, following)
+    raise UsageError(f"{url} redirects more than {MAX_REDIRECTS} times")
+
+
+def _get(url: str, resolve: Callable[[str, int], str], limit: int, deadline: float) -> tuple[bytes, str | None]:
+    """A body, or where to go on."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        raise UsageError(f"{url[:200]!r} is not a URL") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise UsageError(f"{url[:200]!r} is not an http or https URL")
+    if parts.username is not None or parts.password is not None:
+        raise UsageError("a URL with a password in it is not fetched")
+    address = resolve(host, port)
+    timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=_READ_SECONDS)
+    if parts.scheme == "https":
+        pool: urllib3.HTTPConnectionPool = urllib3.HTTPSConnectionPool(
+            address, port, timeout=timeout, retries=False, server_hostname=host, assert_hostname=host, cert_reqs="CERT_REQUIRED"
+        )
+    else:
+        pool = urllib3.HTTPConnectionPool(address, port, timeout=timeout, retries=False)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        with pool, pool.request("GET", path, headers={"Host": parts.netloc}, preload_content=False, redirect=False) as response:
+            if response.status in _REDIRECTS and response.headers.get("Location"):
+                return b"", response.headers["Location"]
+            if response.status in (404, 410):
+                raise NotFoundError(f"{url} answers {response.status}: there is no such document")
+            if response.status != 200:  # noqa: PLR2004 - HTTP's own number
+                raise UnavailableError(f"{url} answers {response.status}")
+            return _body(response, url, limit, deadline), None
+    except urllib3.exceptions.HTTPError as error:
+        raise UnavailableError(f"cannot download {url}: {type(error).__name__}") from None
+
+
+def _body(response: urllib3.BaseHTTPResponse, url: str, limit: int, deadline: float) -> bytes:
+    pieces, size = [], 0
+    for piece in response.stream(_PIECE_BYTES):
+        size += len(piece)
+        if size > limit:
+            raise UsageError(f"{url} is larger than {limit:,} bytes")
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"{url} does not come to an end in time")
+        pieces.append(piece)
+    return b"".join(pieces)

@@ -1,0 +1,122 @@
+"""Serving: the prefill service's life in this process, and those of its workers beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from aiohttp import web
+
+from kvcdn.access.listening import tls_context
+from kvcdn.errors import UnavailableError
+from kvcdn.origin.service import Service, forgetting
+from kvcdn.origin.service_settings import ServiceSettings
+
+RESTART_SECONDS = 1.0
+"""Before a worker that died is started again; twice that for each that died early before it, up to a minute."""
+
+MAX_RESTART_SECONDS = 60.0
+
+STEADY_SECONDS = 60.0
+"""A worker that lived so long did not die of its start."""
+
+log = logging.getLogger("kvcdn.origin.serve")
+
+
+def run(settings: ServiceSettings) -> None:
+    """Serves until SIGTERM or SIGINT; workers then end the block in hand and give the rest of their jobs back.
+
+    Raises UsageError for settings that cannot be, UnavailableError where queue, origin or port are not to be had.
+    """
+    asyncio.run(_serve_until_signal(settings))
+
+
+async def _serve_until_signal(settings: ServiceSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serving(settings) as url:
+        sys.stderr.write(f"kvcdn origin at {url}, {settings.workers} workers, models {', '.join(settings.models)}\n")
+        sys.stderr.flush()
+        if settings.ready_file is not None:
+            _announce(settings.ready_file, url)
+        await stop.wait()
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: ServiceSettings) -> AsyncIterator[str]:
+    """The service of `settings` in the running loop, its workers beside it; its URL. Raises as `run`."""
+    guard, tls = settings.guard(), tls_context(settings.tls_cert, settings.tls_key)
+    settings.open_store()
+    settings.open_keys()
+    queue = settings.open_queue()
+    service = Service(settings, queue, guard)
+    runner = web.AppRunner(service.application(), access_log=None, shutdown_timeout=5.0)
+    await runner.setup()
+    workers = [asyncio.create_task(_keep_worker(settings)) for _ in range(settings.workers)]
+    try:
+        async with forgetting(service, queue, settings.keep_days * 86400, time.time):
+            try:
+                await web.TCPSite(runner, settings.address.host, settings.address.port, ssl_context=tls).start()
+            except OSError as error:
+                raise UnavailableError(f"cannot listen on {settings.address}: {error.strerror}") from None
+            yield settings.address.url(runner.addresses[0][1], "http" if tls is None else "https")
+    finally:
+        service.draining = True
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        await runner.cleanup()
+        service.close()
+        queue.close()
+
+
+async def _keep_worker(settings: ServiceSettings) -> None:
+    """Runs a worker process, and another when it dies, until cancelled; then it ends in order."""
+    deaths = 0
+    while True:
+        began = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "kvcdn.origin.worker", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+        )
+        try:
+            if process.stdin is not None:
+                with contextlib.suppress(ConnectionError):
+                    # Nothing that is secret: a worker asks nobody for tokens.
+                    process.stdin.write(settings.model_dump_json(exclude={"token"}).encode() + b"\n")
+                    await process.stdin.drain()
+            code = await process.wait()
+        except asyncio.CancelledError:
+            await _stop(process, settings.stop_seconds)
+            raise
+        deaths = 0 if time.monotonic() - began > STEADY_SECONDS else deaths + 1
+        log.warning("a worker ended with %s", code)
+        await asyncio.sleep(min(RESTART_SECONDS * 2 ** (deaths - 1) if deaths else RESTART_SECONDS, MAX_RESTART_SECONDS))
+
+
+async def _stop(process: asyncio.subprocess.Process, seconds: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), seconds)
+    except TimeoutError:
+        # Its job is taken up again when its claim has run out.
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _announce(path: Path, url: str) -> None:
+    """Writes the ready file, complete or not at all."""
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
+    draft.rename(path)

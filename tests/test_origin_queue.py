@@ -1,0 +1,230 @@
+"""The queue: nothing accepted is lost, nothing ends twice, whoever dies when."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcdn.errors import CorruptError, NotFoundError, UsageError
+from kvcdn.origin.jobs import DAY_SECONDS, Job, JobState, Window, read_request
+from kvcdn.origin.queue import MAX_ATTEMPTS, ClaimLostError, JobQueue, QueueFullError
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def queue(tmp_path, clock):
+    queue = JobQueue(tmp_path / "queue.sqlite", most=6, most_of_tenant=4, clock=clock)
+    yield queue
+    queue.close()
+
+
+def submit(queue, tenant="a", **fields) -> Job:
+    (job,) = queue.accept([(tenant, read_request({"text": "A text.", **fields}))])
+    assert isinstance(job, Job), job
+    return job
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        {"text": ""},
+        {"text": "a", "url": "http://a.example"},
+        {"url": "file:///etc/passwd"},
+        {"url": "ftp://a.example/"},
+        {"messages": []},
+        {"messages": [{"role": "user"}]},
+        {"text": "a", "tools": [{}]},
+        {"text": "a", "priority": 10},
+        {"text": "a", "ttl": 0},
+        {"text": "a", "window": "22:00"},
+        {"text": "a", "window": "22:00-22:00"},
+        {"text": "a", "not_before": float("nan")},
+        {"text": "a", "min_quality": float("inf")},
+        {"text": "a", "path": "/etc/passwd"},
+    ],
+)
+def test_other_jobs_are_refused(value) -> None:
+    """A job is one document and known wishes; the message shows nothing of the text."""
+    with pytest.raises(UsageError) as caught:
+        read_request(value)
+    assert "passwd" not in str(caught.value)
+
+
+@given(st.integers(0, 1439), st.integers(0, 1439), st.integers(0, 4 * 10**9))
+def test_a_window_opens_when_it_is_open(start, end, now) -> None:
+    """The moment told is within it, not before now, less than a day away, and now where it is open."""
+    if start == end:
+        return
+    window = Window.parse(f"{start // 60:02}:{start % 60:02}-{end // 60:02}:{end % 60:02}")
+    opens = window.opens(float(now))
+    assert now <= opens < now + DAY_SECONDS
+    minute = opens % DAY_SECONDS / 60
+    assert start <= minute < end if start < end else minute >= start or minute < end
+    assert opens in (now, opens // DAY_SECONDS * DAY_SECONDS + start * 60)
+
+
+def test_the_order_of_jobs(queue, clock) -> None:
+    """Urgent ones first, then the oldest; those of later, or of another hour, when their time has come."""
+    hour = int(clock.now % DAY_SECONDS // 3600)
+    late = submit(queue, not_before=clock.now + 100, priority=9)
+    night = submit(queue, window=f"{(hour + 2) % 24:02}:00-{(hour + 3) % 24:02}:00", priority=8)
+    first, urgent = submit(queue), submit(queue, tenant="b", priority=7)
+    assert [urgent.id, first.id, None] == [job and job.id for job in (queue.claim(), queue.claim(), queue.claim())]
+    clock.now += 101
+    assert late.id == queue.claim().id
+    assert queue.claim().id in (urgent.id, first.id)  # nobody has renewed their claims
+    clock.now += 3 * 3600
+    claimed = set()
+    while job := queue.claim():
+        claimed.add(job.id)
+    assert night.id not in claimed  # its window is over for today
+
+
+def test_a_full_queue_takes_no_more(queue) -> None:
+    """Neither of one tenant nor of all; what has ended makes room; a key that is known needs none."""
+    mine = [submit(queue, idempotency_key=str(number)) for number in range(4)]
+    (refused,) = queue.accept([("a", read_request({"text": "more"}))])
+    assert isinstance(refused, QueueFullError)
+    answers = queue.accept([("b", read_request({"text": "more"}))] * 3)
+    assert [Job, Job, QueueFullError] == [type(answer) for answer in answers]
+    assert mine[1].id == submit(queue, idempotency_key="1").id
+    queue.cancel(mine[0].id)
+    assert submit(queue, idempotency_key="other").id not in {job.id for job in mine}
+
+
+def test_a_job_ends_once(queue, clock) -> None:
+    """Whoever lost a claim changes nothing; who has it ends the job, and a second end is harmless."""
+    submit(queue)
+    dead = queue.claim()
+    clock.now += 31
+    alive = queue.claim()
+    assert (dead.id, 2, "its worker died") == (alive.id, alive.attempts, alive.reason)
+    assert (False, False) == (queue.finish(dead, {"n": 1}), queue.fail(dead, "no", for_good=True))
+    with pytest.raises(ClaimLostError):
+        queue.renew(dead)
+    queue.renew(alive, {"tokens_done": 3})
+    assert {"tokens_done": 3} == queue.get(alive.id).progress
+    assert (True, False) == (queue.finish(alive, {"n": 2}), queue.finish(alive, {"n": 3}))
+    job = queue.get(alive.id)
+    assert (JobState.PUBLISHED, {"n": 2}) == (job.state, job.result)
+    assert 1 == queue.forget(clock.now + 1)
+    with pytest.raises(NotFoundError):
+        queue.get(alive.id)
+
+
+def test_failures_are_tried_again_and_then_told(queue, clock) -> None:
+    """With longer and longer pauses; the last reason stays; by hand it begins anew; who kills every worker is dead as well."""
+    job, pauses = submit(queue), []
+    for number in range(MAX_ATTEMPTS):
+        assert queue.fail(queue.claim(), f"reason {number}", for_good=False)
+        pauses.append(queue.get(job.id).not_before - clock.now)
+        assert queue.claim() is None
+        clock.now += 1000
+    dead = queue.get(job.id)
+    assert (JobState.DEAD, f"reason {MAX_ATTEMPTS - 1}") == (dead.state, dead.reason)
+    assert all(2 * 2**number <= pause <= 4 * 2**number for number, pause in enumerate(pauses[:-1]))
+    assert (JobState.QUEUED, 0) == (queue.retry(job.id).state, queue.get(job.id).attempts)
+    for _ in range(MAX_ATTEMPTS):
+        assert queue.claim() is not None
+        clock.now += 31
+    assert queue.claim() is None
+    assert (JobState.DEAD, "its worker died, every time") == (queue.get(job.id).state, queue.get(job.id).reason)
+    with pytest.raises(UsageError):
+        queue.retry(submit(queue).id)
+
+
+def test_releasing_is_no_attempt_and_cancelling_ends(queue, clock) -> None:
+    """A worker that stops gives its job back as it was; a running job ends once it is cancelled."""
+    job = submit(queue)
+    assert queue.release(queue.claim())
+    assert (JobState.QUEUED, 0) == (queue.get(job.id).state, queue.get(job.id).attempts)
+    claimed = queue.claim()
+    assert JobState.RUNNING == queue.cancel(job.id).state
+    with pytest.raises(ClaimLostError):
+        queue.renew(claimed)
+    assert queue.abandon(claimed)
+    assert JobState.CANCELLED == queue.get(job.id).state == queue.cancel(job.id).state
+    other = submit(queue)
+    queue.claim()
+    queue.cancel(other.id)
+    clock.now += 31
+    assert queue.claim() is None
+    assert JobState.CANCELLED == queue.get(other.id).state
+
+
+def test_pages_and_tenants(queue) -> None:
+    """Lists go on behind a job, and show one tenant's where that is asked."""
+    jobs = [submit(queue, tenant=tenant) for tenant in ("a", "b", "a")]
+    assert [jobs[0].id, jobs[2].id] == [job.id for job in queue.list(tenant="a")]
+    assert [jobs[1].id] == [job.id for job in queue.list(after=jobs[0].id, limit=1, state=JobState.QUEUED)]
+    assert {"queued": 3} == queue.counts()
+
+
+def test_a_damaged_file_is_told(tmp_path) -> None:
+    """It is not written over."""
+    path = tmp_path / "queue.sqlite"
+    path.write_bytes(b"not a database at all, but longer than a header" * 40)
+    with pytest.raises(CorruptError):
+        JobQueue(path)
+
+
+_WRITER = """
+import sys, time
+from pathlib import Path
+from kvcdn.origin.jobs import read_request
+from kvcdn.origin.queue import JobQueue
+queue = JobQueue(Path(sys.argv[1]))
+number = 0
+while True:
+    keys = [f"{sys.argv[2]}-{number + i}" for i in range(3)]
+    jobs = queue.accept([("a", read_request({"text": "x", "idempotency_key": key})) for key in keys])
+    number += 3
+    print(*(job.id for job in jobs), flush=True)
+    done = queue.claim()
+    queue.finish(done, {"id": done.id})
+    print("finished", done.id, flush=True)
+"""
+
+
+def test_nothing_that_was_told_is_lost_by_kill(tmp_path) -> None:
+    """A process is killed while it accepts and ends jobs, again and again: what it said of them holds."""
+    accepted, finished = set(), set()
+    for turn in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _WRITER, str(tmp_path / "queue"), str(turn)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        for _ in range(5 + 4 * turn):
+            words = process.stdout.readline().split()
+            (finished if words[0] == "finished" else accepted).update(words[words[0] == "finished" :])
+        process.send_signal(signal.SIGKILL)
+        rest, _ = process.communicate()
+        for line in rest.splitlines(keepends=True):
+            if line.endswith("\n"):
+                words = line.split()
+                (finished if words[0] == "finished" else accepted).update(words[words[0] == "finished" :])
+    queue = JobQueue(tmp_path / "queue")
+    found = {job.id: job.state for job in queue.list(limit=100_000)}
+    assert accepted <= set(found)
+    assert finished
+    assert {JobState.PUBLISHED} == {found[name] for name in finished}
+    queue.close()

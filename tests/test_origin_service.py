@@ -1,0 +1,254 @@
+"""The prefill service over HTTP: what it accepts, of whom, and what it tells; and a real one that publishes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import urllib3
+from aiohttp.test_utils import TestClient, TestServer
+
+from kvcdn.access.grant import Grant, Scope
+from kvcdn.access.tokens import issue_token
+from kvcdn.errors import UsageError
+from kvcdn.origin.catalog import list_published
+from kvcdn.origin.jobs import JobState
+from kvcdn.origin.openapi import describe
+from kvcdn.origin.queue import JobQueue
+from kvcdn.origin.service import Service
+from kvcdn.origin.service_settings import load_settings
+from kvcdn.signing import SigningKey
+from kvcdn.stores.folder import FolderStore
+from support.command import kvcdn
+from support.tiny import TEXT
+
+ISSUER = SigningKey.generate()
+
+START_SECONDS = 120
+
+
+def with_service(tmp_path, steps, **settings):
+    """Runs `steps(client, queue)` against a service without workers."""
+
+    async def run():
+        given = load_settings(
+            None, {"models": ("m", "n"), "queue_file": tmp_path / "queue", "max_document": 10_000, **settings}
+        )
+        queue = given.open_queue()
+        service = Service(given, queue, given.guard())
+        try:
+            async with TestClient(TestServer(service.application())) as client:
+                await steps(client, queue)
+        finally:
+            service.close()
+            queue.close()
+
+    asyncio.run(run())
+
+
+async def submit(client, value=None, status=202, **headers):
+    answer = await client.post("/v1/jobs", json={"text": "A text."} if value is None else value, headers=headers)
+    told = await answer.json()
+    assert status == answer.status, told
+    return told["jobs"][0] if status == 202 else told
+
+
+def test_jobs_come_in_all_forms(tmp_path) -> None:
+    """JSON, lines of JSON, plain text with a query; refused as a whole where one is not a job; no text is shown again."""
+
+    async def steps(client, queue):
+        job = await submit(client, {"text": "secret words", "model": "n", "labels": {"a": "b"}})
+        assert ("queued", "n", {"a": "b"}, "local") == (job["state"], job["model"], job["labels"], job["tenant"])
+        assert "secret" not in json.dumps(job)
+        lines = json.dumps({"text": "a"}) + "\n\n" + json.dumps({"messages": [{"role": "system", "content": "b"}]}) + "\n"
+        answer = await client.post("/v1/jobs", data=lines, headers={"Content-Type": "application/jsonl"})
+        assert (202, 2) == (answer.status, len((await answer.json())["jobs"]))
+        answer = await client.post("/v1/jobs?priority=7&model=m", data="a text", headers={"Content-Type": "text/plain"})
+        assert 7 == (await answer.json())["jobs"][0]["priority"]
+        for body, kind in (
+            (lines + "{}", "application/jsonl"),
+            ("{", "application/json"),
+            (b"\xff", "text/plain"),
+            ("x", "a/b"),
+        ):
+            answer = await client.post("/v1/jobs", data=body, headers={"Content-Type": kind})
+            assert (400, {"error", "hint"}) == (answer.status, set(await answer.json()))
+        for value in ({"text": "a", "model": "other"}, {"text": "a", "namespace": "other"}, [], {"text": "a", "path": "/etc"}):
+            await submit(client, value, status=400)
+        answer = await client.post("/v1/jobs", data="x" * 20_000, headers={"Content-Type": "text/plain"})
+        assert 413 == answer.status
+        assert {"queued": 4} == queue.counts()
+
+    with_service(tmp_path, steps)
+
+
+def test_jobs_are_shown_cancelled_and_followed(tmp_path) -> None:
+    """In pages; as events until the end; a dead one can be tried again."""
+
+    async def steps(client, queue):
+        jobs = [await submit(client) for _ in range(3)]
+        page = await (await client.get("/v1/jobs?limit=2")).json()
+        assert [job["id"] for job in jobs[:2]] == [job["id"] for job in page["jobs"]]
+        rest = await (await client.get(f"/v1/jobs?limit=2&after={page['next']}")).json()
+        assert ([jobs[2]["id"]], None) == ([job["id"] for job in rest["jobs"]], rest["next"])
+        assert 400 == (await client.get("/v1/jobs?state=nonsense")).status
+        assert 404 == (await client.get("/v1/jobs/nonsense")).status
+        assert 405 == (await client.put("/v1/jobs")).status
+        events = await client.get(f"/v1/jobs/{jobs[0]['id']}/events")
+        claimed = queue.claim()
+        assert claimed.id == jobs[0]["id"]
+        await asyncio.sleep(0.1)
+        queue.fail(claimed, "no such page", for_good=True)
+        told = (await events.text()).strip().split("\n\n")
+        assert ("event: queued", "event: dead") == (told[0].splitlines()[0], told[-1].splitlines()[0])
+        assert "no such page" == json.loads(told[-1].splitlines()[1].removeprefix("data: "))["reason"]
+        assert "queued" == (await (await client.post(f"/v1/jobs/{jobs[0]['id']}/retry")).json())["state"]
+        assert "cancelled" == (await (await client.delete(f"/v1/jobs/{jobs[1]['id']}")).json())["state"]
+
+    with_service(tmp_path, steps)
+
+
+def test_a_full_queue_says_when_to_come_again(tmp_path) -> None:
+    """429 with Retry-After; a key that is known is answered all the same."""
+
+    async def steps(client, _queue):
+        first = await submit(client, {"text": "a", "idempotency_key": "k"})
+        answer = await client.post("/v1/jobs", json={"text": "b"})
+        assert (429, True) == (answer.status, int(answer.headers["Retry-After"]) > 0)
+        assert first["id"] == (await submit(client, {"text": "a", "idempotency_key": "k"}))["id"]
+
+    with_service(tmp_path, steps, max_jobs=1)
+
+
+def bearer(tenant, *scopes, **limits):
+    token = issue_token(ISSUER, Grant(tenant, frozenset(scopes), **limits), seconds=60, now=time.time())
+    return {"Authorization": f"Bearer {token}"}
+
+
+def test_tenants_see_their_own(tmp_path) -> None:
+    """Without a token nothing; with one what its scopes, models and namespaces say; an admin all."""
+    issuers = tmp_path / "issuers"
+    issuers.write_text(ISSUER.public.text)
+
+    async def steps(client, _queue):
+        mine, yours = bearer("a", Scope.PUBLISH), bearer("b", Scope.PUBLISH, models=("n",))
+        job = await submit(client, **mine)
+        await submit(client, status=401)
+        await submit(client, status=403, **bearer("a", Scope.READ))
+        await submit(client, status=403, **yours)
+        await submit(client, {"text": "x", "model": "n"}, **yours)
+        for method, path in (("GET", ""), ("GET", "/events"), ("DELETE", ""), ("POST", "/retry")):
+            assert 404 == (await client.request(method, f"/v1/jobs/{job['id']}{path}", headers=yours)).status
+        assert [1, 2] == [
+            len((await (await client.get("/v1/jobs", headers=headers)).json())["jobs"])
+            for headers in (mine, bearer("boss", Scope.ADMIN))
+        ]
+        assert [200, 200] == [(await client.get(path)).status for path in ("/healthz", "/v1/openapi.json")]
+
+    with_service(tmp_path, steps, issuers_file=issuers)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.168.1.7:80", "some.example:80"])
+def test_beyond_this_machine_not_without_tokens_and_tls(tmp_path, listen) -> None:
+    """Neither open, nor with tokens in plain HTTP."""
+    issuers = tmp_path / "issuers"
+    issuers.write_text(ISSUER.public.text)
+    for more in ({}, {"issuers_file": issuers}):
+        with pytest.raises(UsageError):
+            load_settings(None, {"models": ("m",), "listen": listen, **more}).guard()
+    load_settings(None, {"models": ("m",), "listen": listen, "issuers_file": issuers, "insecure_http": True}).guard()
+
+
+def test_the_description_is_of_this_service(tmp_path) -> None:
+    """Every route is described and every description is a route; references lead somewhere; a job has the fields described."""
+
+    async def steps(client, _queue):
+        app = client.server.app
+        routes = {(route.resource.canonical, route.method.lower()) for route in app.router.routes() if route.method != "HEAD"}
+        told = await (await client.get("/v1/openapi.json")).json()
+        assert routes == {(path, method) for path, methods in told["paths"].items() for method in methods}
+        assert set(told["components"]["schemas"]["Job"]["properties"]) == set(await submit(client))
+        names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(told)))
+        assert names == set(told["components"]["schemas"])
+        assert json.loads(json.dumps(describe())) == told
+
+    with_service(tmp_path, steps)
+
+
+# -- a real one ---------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(tmp_path, model):
+    ready = tmp_path / "ready"
+    ready.unlink(missing_ok=True)
+    words = [
+        "--model",
+        str(model),
+        "--origin",
+        str(tmp_path / "origin"),
+        "--queue",
+        str(tmp_path / "queue"),
+        "--listen",
+        "127.0.0.1:0",
+    ]
+    environment = {**os.environ, "KVCDN_SERVICE_READY_FILE": str(ready), "KVCDN_SERVICE_CLAIM_SECONDS": "6"}
+    program = Path(sys.executable).with_name("kvcdn")
+    process = subprocess.Popen([str(program), "origin", *words], env=environment)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not ready.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield json.loads(ready.read_text())["url"], process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_documents_are_published_through_kills(tmp_path, tiny_llama) -> None:
+    """Service and worker die while jobs run; started again, each document is published once, and SIGTERM ends all in order."""
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    for number in range(3):
+        (documents / f"{number}.txt").write_text(f"Document {number}. {TEXT[: 2000 + 500 * number]}")
+    with running(tmp_path, tiny_llama) as (url, process):
+        ran = kvcdn("publish", documents, "--service", url, "--no-wait")
+        assert 0 == ran.code, ran.err
+        while "running" not in (queued := urllib3.request("GET", f"{url}/v1/jobs").data.decode()):
+            assert '"published"' not in queued
+            time.sleep(0.05)
+        (worker,) = children(process.pid)
+        os.kill(worker, signal.SIGKILL)
+        process.kill()
+    queue = JobQueue(tmp_path / "queue")
+    assert 3 == sum(queue.counts().values())
+    with running(tmp_path, tiny_llama) as (url, process):
+        again = kvcdn("publish", documents / "0.txt", "--service", url, "--json")
+        assert (0, "published") == (again.code, again.json["state"])
+        deadline = time.monotonic() + 120
+        while {"published": 4} != queue.counts():
+            assert time.monotonic() < deadline, queue.counts()
+            time.sleep(0.2)
+        process.terminate()
+        assert 0 == process.wait(60)
+    results = [job.result for job in queue.list(state=JobState.PUBLISHED)]
+    addresses = {listed.manifest.address for listed in list_published(FolderStore(tmp_path / "origin"))}
+    assert {str(address) for address in addresses} == {result["address"] for result in results}
+    assert 3 == len(addresses)
+    assert 0 == kvcdn("fsck", "--origin", str(tmp_path / "origin")).code
+    queue.close()
