@@ -224,9 +224,7 @@ def _fastest(expected: Expected, progress: Progress) -> Decision:
     if fetch <= turn * min(both, compute) or fetch + progress.spent_s <= limit:
         return Decision(Mode.FETCH, expected, f"fetching takes {seconds(fetch)}, prefilling {seconds(compute)}")
     fetching = "fetching will not end" if math.isinf(fetch) else f"fetching takes {seconds(fetch)}"
-    # Blocks that will never come are no reason to go on in blocks: from what is there on, one pass loses nothing.
-    keeping = 1.0 if math.isinf(fetch) else 1 / TURN
-    if both > compute * (keeping if progress.running is Mode.BOTH else WORTHLESS):
+    if both > compute * (1 / TURN if progress.running is Mode.BOTH else WORTHLESS):
         return Decision(Mode.COMPUTE, expected, f"{fetching}, prefilling {seconds(compute)}, and both at once no less")
     return Decision(Mode.BOTH, expected, f"{fetching}, prefilling {seconds(compute)}, both at once {seconds(both)}")
 
