@@ -184,7 +184,7 @@ MODELS = {
     "a folder that is no checkpoint": (not_a_model, 2, "config.json"),
     "a checkpoint without weights": (config_only, 3, "no model.safetensors"),
     "pickled weights": (pickled, 2, "not safetensors"),
-    "an unsupported kind": (unsupported, 2, "LinearAttention"),
+    "an unsupported kind": (unsupported, 2, "linear attention"),
 }
 
 

@@ -20,7 +20,7 @@ from kvcdn.digest import hash_bytes
 from kvcdn.edge.launch import RunningEdge
 from kvcdn.stores.folder import FolderStore
 from support.blocks import Document, make_document
-from support.edge_process import Reply, ask, connect, exchange, metric, running_edge
+from support.edge_process import Reply, ask, connect, exchange, metric, running_edge, settle
 
 KEEPALIVE_SECONDS = 1.0
 
@@ -76,6 +76,7 @@ def test_headers_make_an_object_immutable_and_name_its_bytes(edge: RunningEdge, 
     """Strong ETag from the envelope, a year of freshness, ranges, an age, and where the answer came from."""
     path, data = block
     ask(edge.url, path)
+    settle(edge.url)
     reply = ask(edge.url, path)
     assert f'"{open_header(data, "block").etag}"' == reply.headers["ETag"]
     assert (IMMUTABLE, "bytes", "kvcdn; hit", str(len(data))) == (

@@ -137,12 +137,14 @@ class LocalStore:
         with self._changing():
             last = file.blocks[-1].address
             promised = self._sweep()
-            if wanted > self.capacity or str(last) in promised or self._held(file):
+            # What others are writing cannot be evicted.
+            room = self.capacity - wanted - sum(promised.values())
+            if room < 0 or str(last) in promised or self._held(file):
                 return None
             usage = shutil.disk_usage(self.folder)
             if usage.free - wanted < FREE_DISK_SHARE * usage.total:
                 return None
-            self._evict(self.capacity - wanted - sum(promised.values()))
+            self._evict(room)
             path = self._drafts / f"{last}.{secrets.token_hex(8)}.{wanted}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
