@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     priority INTEGER NOT NULL,
     not_before REAL NOT NULL,
     request TEXT NOT NULL,
+    document TEXT NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
     claim TEXT NOT NULL DEFAULT '',
     claimed_until REAL NOT NULL DEFAULT 0,
@@ -63,6 +65,9 @@ CREATE INDEX IF NOT EXISTS jobs_tenants ON jobs (tenant, state);
 """
 
 _COLUMNS = "id, tenant, state, request, attempts, created, updated, not_before, reason, progress, result, claim"
+
+_DOCUMENT = frozenset(("text", "messages", "tools"))
+"""Fields of a request that are read with a claim only: a page of jobs may have gigabytes of them."""
 
 _OPEN = f"('{JobState.QUEUED}', '{JobState.RUNNING}')"
 
@@ -154,17 +159,16 @@ class JobQueue:
 
     def _insert(self, tenant: str, request: JobRequest, now: float) -> Job:
         name, start = secrets.token_hex(16), first_start(request, now)
-        what = request.idempotency_key, JobState.QUEUED, request.priority, start, request.model_dump_json()
-        row = (name, tenant, *what, now, now)
+        texts = request.model_dump_json(exclude=set(_DOCUMENT)), request.model_dump_json(include=set(_DOCUMENT))
         self._base.execute(
-            "INSERT INTO jobs (id, tenant, idempotency_key, state, priority, not_before, request, created, updated) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            row,
+            "INSERT INTO jobs (id, tenant, idempotency_key, state, priority, not_before, request, document, created, updated) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (name, tenant, request.idempotency_key, JobState.QUEUED, request.priority, start, *texts, now, now),
         )
         return Job(name, tenant, JobState.QUEUED, request, 0, now, now, start, "", {}, None)
 
     def get(self, name: str) -> Job:
-        """The job `name`. Raises NotFoundError."""
+        """The job `name`, without its document. Raises NotFoundError."""
         with self._lock:
             found = self._one("id = ?", (name,))
         if found is None:
@@ -172,7 +176,7 @@ class JobQueue:
         return found
 
     def list(self, *, tenant: str | None = None, state: JobState | None = None, after: str = "", limit: int = 100) -> list[Job]:
-        """Jobs from the oldest on, those behind the job `after`."""
+        """Jobs from the oldest on, those behind the job `after`, without their documents."""
         with self._lock:
             rows = self._base.execute(
                 f"SELECT {_COLUMNS} FROM jobs WHERE (?1 IS NULL OR tenant = ?1) AND (?2 IS NULL OR state = ?2) "  # noqa: S608 - constants
@@ -237,7 +241,9 @@ class JobQueue:
                 "UPDATE jobs SET state = ?, claim = ?, claimed_until = ?, attempts = attempts + 1, updated = ? WHERE id = ?",
                 (JobState.RUNNING, word, now + self._lease, now, found.id),
             )
-            return self._one("id = ?", (found.id,))
+            (document,) = base.execute("SELECT document FROM jobs WHERE id = ?", (found.id,)).fetchone()
+            claimed = self._one("id = ?", (found.id,))
+            return claimed and replace(claimed, request=claimed.request.model_copy(update=json.loads(document)))
 
     def _reclaim(self, now: float) -> None:
         """Takes back what dead workers hold: to be tried again, or not, where it has killed too many."""
@@ -323,7 +329,7 @@ def _job(row: Sequence[Any]) -> Job:
         name,
         tenant,
         JobState(state),
-        JobRequest.model_validate_json(request),
+        JobRequest.model_construct(**json.loads(request)),
         attempts,
         created,
         updated,

@@ -171,6 +171,16 @@ def test_releasing_is_no_attempt_and_cancelling_ends(queue, clock) -> None:
     assert JobState.CANCELLED == queue.get(other.id).state
 
 
+def test_documents_come_with_the_claim(queue) -> None:
+    """A list of jobs does not read them; the worker has them as they were given."""
+    wanted = {"messages": [{"role": "system", "content": "ü", "parts": [1]}], "tools": [{"name": "t"}]}
+    (job,) = queue.accept([("a", read_request(wanted))])
+    assert [(None, [])] == [(listed.request.messages, listed.request.tools) for listed in queue.list()]
+    claimed = queue.claim()
+    assert (job.id, wanted["messages"], wanted["tools"]) == (claimed.id, claimed.request.messages, claimed.request.tools)
+    assert (wanted["messages"], wanted["tools"]) == (claimed.request.document().messages(), claimed.request.document().tools())
+
+
 def test_pages_and_tenants(queue) -> None:
     """Lists go on behind a job, and show one tenant's where that is asked."""
     jobs = [submit(queue, tenant=tenant) for tenant in ("a", "b", "a")]
