@@ -161,6 +161,7 @@ class Job:
     result: Mapping[str, Any] | None
     claim: str = ""
     """Who holds a claimed job may say what has become of it."""
+    failures: int = 0
 
     @property
     def ended(self) -> bool:

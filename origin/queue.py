@@ -26,7 +26,11 @@ from kvcdn.origin.jobs import ENDS, Job, JobRequest, JobState, Window, first_sta
 LEASE_SECONDS = 30.0
 """How long a claim lasts without a sign of life: as long a job of a dead worker lies."""
 
-MAX_ATTEMPTS = 5
+MAX_FAILURES = 5
+"""Of one job, for reasons that may be gone the next time."""
+
+MAX_DEATHS = 20
+"""Of workers at one job. More than failures: who kills a service, or its machine, says nothing about the job in hand."""
 
 BACKOFF_SECONDS = 2.0
 """Before the second attempt; twice that before the third, and so on, and up to as much again by chance."""
@@ -50,6 +54,8 @@ CREATE TABLE IF NOT EXISTS jobs (
     request TEXT NOT NULL,
     document TEXT NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
+    failures INTEGER NOT NULL DEFAULT 0,
+    deaths INTEGER NOT NULL DEFAULT 0,
     claim TEXT NOT NULL DEFAULT '',
     claimed_until REAL NOT NULL DEFAULT 0,
     cancelling INTEGER NOT NULL DEFAULT 0,
@@ -64,7 +70,7 @@ CREATE INDEX IF NOT EXISTS jobs_next ON jobs (state, priority DESC, number);
 CREATE INDEX IF NOT EXISTS jobs_tenants ON jobs (tenant, state);
 """
 
-_COLUMNS = "id, tenant, state, request, attempts, created, updated, not_before, reason, progress, result, claim"
+_COLUMNS = "id, tenant, state, request, attempts, created, updated, not_before, reason, progress, result, claim, failures"
 
 _DOCUMENT = frozenset(("text", "messages", "tools"))
 """Fields of a request that are read with a claim only: a page of jobs may have gigabytes of them."""
@@ -205,8 +211,8 @@ class JobQueue:
         """Puts a dead job back into the queue. Raises UsageError for another."""
         with self._transaction() as base:
             changed = base.execute(
-                "UPDATE jobs SET state = ?, attempts = 0, not_before = ?, updated = ?, cancelling = 0 "
-                "WHERE id = ? AND state = ?",
+                "UPDATE jobs SET state = ?, attempts = 0, failures = 0, deaths = 0, not_before = ?, updated = ?, "
+                "cancelling = 0 WHERE id = ? AND state = ?",
                 (JobState.QUEUED, self._clock(), self._clock(), name, JobState.DEAD),
             )
         if not changed.rowcount:
@@ -255,11 +261,12 @@ class JobQueue:
         )
         self._base.execute(
             f"UPDATE jobs SET state = '{JobState.DEAD}', reason = 'its worker died, every time', updated = ?2 "  # noqa: S608 - constants
-            f"WHERE {stale} AND attempts >= {MAX_ATTEMPTS}",
+            f"WHERE {stale} AND deaths >= {MAX_DEATHS - 1}",
             values,
         )
         self._base.execute(
-            f"UPDATE jobs SET state = '{JobState.QUEUED}', claim = '', reason = 'its worker died', updated = ?2 WHERE {stale}",  # noqa: S608 - constants
+            f"UPDATE jobs SET state = '{JobState.QUEUED}', claim = '', deaths = deaths + 1, "  # noqa: S608 - constants
+            f"reason = 'its worker died', updated = ?2 WHERE {stale}",
             values,
         )
 
@@ -285,21 +292,22 @@ class JobQueue:
 
     def fail(self, job: Job, reason: str, *, for_good: bool) -> bool:
         """Has a job tried again some time later, or ends it `for_good` or after too many attempts, with the reason."""
-        if for_good or job.attempts >= MAX_ATTEMPTS:
+        failures = job.failures + 1
+        if for_good or failures >= MAX_FAILURES:
             return self._end(job, JobState.DEAD, reason[:MAX_REASON], None)
-        pause = min(BACKOFF_SECONDS * 2 ** (job.attempts - 1), MAX_BACKOFF_SECONDS) * (1 + random.random())  # noqa: S311 - no secret
-        return self._return(job, self._clock() + pause, reason[:MAX_REASON], attempts=job.attempts)
+        pause = min(BACKOFF_SECONDS * 2**job.failures, MAX_BACKOFF_SECONDS) * (1 + random.random())  # noqa: S311 - no secret
+        return self._return(job, self._clock() + pause, reason[:MAX_REASON], attempts=job.attempts, failures=failures)
 
     def release(self, job: Job) -> bool:
         """Gives a job back that was begun and not ended, as the worker has to stop. That was no attempt."""
-        return self._return(job, self._clock(), "", attempts=job.attempts - 1)
+        return self._return(job, self._clock(), "", attempts=job.attempts - 1, failures=job.failures)
 
-    def _return(self, job: Job, start: float, reason: str, *, attempts: int) -> bool:
+    def _return(self, job: Job, start: float, reason: str, *, attempts: int, failures: int) -> bool:
         with self._transaction() as base:
             changed = base.execute(
-                "UPDATE jobs SET state = ?, not_before = ?, reason = ?, attempts = ?, claim = '', updated = ? "
+                "UPDATE jobs SET state = ?, not_before = ?, reason = ?, attempts = ?, failures = ?, claim = '', updated = ? "
                 "WHERE id = ? AND claim = ? AND state = ?",
-                (JobState.QUEUED, start, reason, attempts, self._clock(), *_held(job)),
+                (JobState.QUEUED, start, reason, attempts, failures, self._clock(), *_held(job)),
             )
         return changed.rowcount == 1
 
@@ -324,7 +332,7 @@ def _held(job: Job) -> tuple[str, str, str]:
 
 
 def _job(row: Sequence[Any]) -> Job:
-    name, tenant, state, request, attempts, created, updated, not_before, reason, progress, result, claim = row
+    name, tenant, state, request, attempts, created, updated, not_before, reason, progress, result, claim, failures = row
     return Job(
         name,
         tenant,
@@ -338,6 +346,7 @@ def _job(row: Sequence[Any]) -> Job:
         json.loads(progress),
         None if result is None else json.loads(result),
         claim,
+        failures,
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcdn.errors import CorruptError, NotFoundError, UsageError
 from kvcdn.origin.jobs import DAY_SECONDS, Job, JobState, Window, read_request
-from kvcdn.origin.queue import MAX_ATTEMPTS, ClaimLostError, JobQueue, QueueFullError
+from kvcdn.origin.queue import MAX_DEATHS, MAX_FAILURES, ClaimLostError, JobQueue, QueueFullError
 
 
 class Clock:
@@ -134,16 +134,16 @@ def test_a_job_ends_once(queue, clock) -> None:
 def test_failures_are_tried_again_and_then_told(queue, clock) -> None:
     """With longer and longer pauses; the last reason stays; by hand it begins anew; who kills every worker is dead as well."""
     job, pauses = submit(queue), []
-    for number in range(MAX_ATTEMPTS):
+    for number in range(MAX_FAILURES):
         assert queue.fail(queue.claim(), f"reason {number}", for_good=False)
         pauses.append(queue.get(job.id).not_before - clock.now)
         assert queue.claim() is None
         clock.now += 1000
     dead = queue.get(job.id)
-    assert (JobState.DEAD, f"reason {MAX_ATTEMPTS - 1}") == (dead.state, dead.reason)
+    assert (JobState.DEAD, f"reason {MAX_FAILURES - 1}") == (dead.state, dead.reason)
     assert all(2 * 2**number <= pause <= 4 * 2**number for number, pause in enumerate(pauses[:-1]))
     assert (JobState.QUEUED, 0) == (queue.retry(job.id).state, queue.get(job.id).attempts)
-    for _ in range(MAX_ATTEMPTS):
+    for _ in range(MAX_DEATHS):
         assert queue.claim() is not None
         clock.now += 31
     assert queue.claim() is None
