@@ -42,6 +42,9 @@ BUSY_SECONDS = 30.0
 
 MAX_REASON = 1000
 
+VERSION = 1
+"""Of the tables below, told in the file."""
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -98,7 +101,7 @@ class JobQueue:
         lease_seconds: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """At most `most` jobs are waiting or running. Raises UnavailableError, CorruptError."""
+        """At most `most` jobs are waiting or running. Raises UnavailableError, CorruptError, UsageError."""
         self._most, self._most_of_tenant, self._lease, self._clock = most, most_of_tenant, lease_seconds, clock
         self._path = path
         self._lock = threading.Lock()
@@ -110,6 +113,10 @@ class JobQueue:
             self._base.execute("PRAGMA journal_mode = WAL")
             self._base.execute("PRAGMA synchronous = FULL")
             self._base.executescript(_SCHEMA)
+            (version,) = self._base.execute("PRAGMA user_version").fetchone()
+            if version not in (0, VERSION):
+                raise UsageError(f"the queue {path} is of another version of kvcdn", hint="let that version empty it first")
+            self._base.execute(f"PRAGMA user_version = {VERSION}")
         except OSError as error:
             raise UnavailableError(f"cannot open the queue {path}: {error.strerror}") from None
         except sqlite3.Error as error:
@@ -135,18 +142,18 @@ class JobQueue:
 
     # -- tenants --------------------------------------------------------------------------------------------------------------
 
-    def accept(self, orders: Sequence[tuple[str, JobRequest]]) -> list[Job | QueueFullError]:
+    def accept(self, orders: Sequence[tuple[str, JobRequest]]) -> list[Job | KvcdnError]:
         """Accepts jobs, each of a tenant, in one transaction: they are on the disk on return.
 
-        For those without room, the error. A job with a key that its tenant has used is the first one.
+        For those without room, the error. A key that its tenant has used means that job; for another job it is an error.
         """
         now = self._clock()
         with self._transaction() as base:
             (waiting,) = base.execute(f"SELECT count(*) FROM jobs WHERE state IN {_OPEN}").fetchone()  # noqa: S608 - constants
             open_of: dict[str, int] = {}
-            answers: list[Job | QueueFullError] = []
+            answers: list[Job | KvcdnError] = []
             for tenant, request in orders:
-                known = self._keyed(tenant, request.idempotency_key)
+                known = self._keyed(tenant, request)
                 if known is not None:
                     answers.append(known)
                     continue
@@ -160,16 +167,26 @@ class JobQueue:
                 answers.append(self._insert(tenant, request, now))
         return answers
 
-    def _keyed(self, tenant: str, key: str | None) -> Job | None:
-        return None if key is None else self._one("tenant = ? AND idempotency_key = ?", (tenant, key))
+    def _keyed(self, tenant: str, request: JobRequest) -> Job | UsageError | None:
+        """The job for which the tenant has used the request's key; the error where that was another."""
+        if request.idempotency_key is None:
+            return None
+        key = (tenant, request.idempotency_key)
+        found = self._base.execute(
+            "SELECT request, document FROM jobs WHERE tenant = ? AND idempotency_key = ?", key
+        ).fetchone()
+        if found is None:
+            return None
+        if found != _texts(request):
+            return UsageError("this idempotency key was used for another job", hint="each job has a key of its own")
+        return self._one("tenant = ? AND idempotency_key = ?", key)
 
     def _insert(self, tenant: str, request: JobRequest, now: float) -> Job:
         name, start = secrets.token_hex(16), first_start(request, now)
-        texts = request.model_dump_json(exclude=set(_DOCUMENT)), request.model_dump_json(include=set(_DOCUMENT))
         self._base.execute(
             "INSERT INTO jobs (id, tenant, idempotency_key, state, priority, not_before, request, document, created, updated) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (name, tenant, request.idempotency_key, JobState.QUEUED, request.priority, start, *texts, now, now),
+            (name, tenant, request.idempotency_key, JobState.QUEUED, request.priority, start, *_texts(request), now, now),
         )
         return Job(name, tenant, JobState.QUEUED, request, 0, now, now, start, "", {}, None)
 
@@ -325,6 +342,11 @@ class JobQueue:
     def _one(self, condition: str, values: tuple[Any, ...]) -> Job | None:
         row = self._base.execute(f"SELECT {_COLUMNS} FROM jobs WHERE {condition}", values).fetchone()  # noqa: S608 - constants
         return None if row is None else _job(row)
+
+
+def _texts(request: JobRequest) -> tuple[str, str]:
+    """What the table keeps of a request: its wishes, and its document."""
+    return request.model_dump_json(exclude=set(_DOCUMENT)), request.model_dump_json(include=set(_DOCUMENT))
 
 
 def _held(job: Job) -> tuple[str, str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sqlite3
 import subprocess
 import sys
 
@@ -107,6 +109,8 @@ def test_a_full_queue_takes_no_more(queue) -> None:
     answers = queue.accept([("b", read_request({"text": "more"}))] * 3)
     assert [Job, Job, QueueFullError] == [type(answer) for answer in answers]
     assert mine[1].id == submit(queue, idempotency_key="1").id
+    (other,) = queue.accept([("a", read_request({"text": "Another text.", "idempotency_key": "1"}))])
+    assert isinstance(other, UsageError)
     queue.cancel(mine[0].id)
     assert submit(queue, idempotency_key="other").id not in {job.id for job in mine}
 
@@ -195,6 +199,15 @@ def test_a_damaged_file_is_told(tmp_path) -> None:
     path.write_bytes(b"not a database at all, but longer than a header" * 40)
     with pytest.raises(CorruptError):
         JobQueue(path)
+
+
+def test_another_version_is_told(tmp_path) -> None:
+    """A queue with other tables is neither read nor changed."""
+    JobQueue(tmp_path / "queue").close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "queue")) as base:
+        base.execute("PRAGMA user_version = 99")
+    with pytest.raises(UsageError):
+        JobQueue(tmp_path / "queue")
 
 
 _WRITER = """
