@@ -45,6 +45,11 @@ SOAK_SECONDS ?= 600
 soak: setup
 	KVCDN_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest -s -p no:xdist --timeout 0 tests/soak/soak_edge.py
 
+# A prefill service killed at random moments: make soak-origin SOAK_KILLS=200 takes about half an hour.
+SOAK_KILLS ?= 200
+soak-origin: setup
+	KVCDN_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/pytest -s -p no:xdist --timeout 0 tests/soak/soak_origin.py
+
 .venv-redbot/bin/redbot:
 	$(PYTHON) -m venv .venv-redbot
 	.venv-redbot/bin/pip install --quiet redbot==2.7.1

@@ -64,7 +64,10 @@ class JobRequest(BaseModel):
     not_before: float = Field(default=0, ge=0, le=1 << 40, description="Unix time before which it does not begin.")
     window: str | None = Field(default=None, description="Hours of UTC in which it may begin, such as 22:00-06:00.")
     idempotency_key: str | None = Field(
-        default=None, min_length=1, max_length=128, description="A second job of the same key and tenant is the first."
+        default=None,
+        min_length=1,
+        max_length=128,
+        description="The same job again, with the same key and of the same tenant, is one job.",
     )
 
     @field_validator("window")
@@ -161,6 +164,7 @@ class Job:
     result: Mapping[str, Any] | None
     claim: str = ""
     """Who holds a claimed job may say what has become of it."""
+    failures: int = 0
 
     @property
     def ended(self) -> bool:

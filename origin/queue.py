@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from kvcdn.origin.jobs import ENDS, Job, JobRequest, JobState, Window, first_sta
 LEASE_SECONDS = 30.0
 """How long a claim lasts without a sign of life: as long a job of a dead worker lies."""
 
-MAX_ATTEMPTS = 5
+MAX_FAILURES = 5
+"""Of one job, for reasons that may be gone the next time."""
+
+MAX_DEATHS = 20
+"""Of workers at one job. More than failures: who kills a service, or its machine, says nothing about the job in hand."""
 
 BACKOFF_SECONDS = 2.0
 """Before the second attempt; twice that before the third, and so on, and up to as much again by chance."""
@@ -37,6 +42,9 @@ BUSY_SECONDS = 30.0
 
 MAX_REASON = 1000
 
+VERSION = 1
+"""Of the tables below, told in the file."""
+
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -47,7 +55,10 @@ CREATE TABLE IF NOT EXISTS jobs (
     priority INTEGER NOT NULL,
     not_before REAL NOT NULL,
     request TEXT NOT NULL,
+    document TEXT NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
+    failures INTEGER NOT NULL DEFAULT 0,
+    deaths INTEGER NOT NULL DEFAULT 0,
     claim TEXT NOT NULL DEFAULT '',
     claimed_until REAL NOT NULL DEFAULT 0,
     cancelling INTEGER NOT NULL DEFAULT 0,
@@ -62,7 +73,10 @@ CREATE INDEX IF NOT EXISTS jobs_next ON jobs (state, priority DESC, number);
 CREATE INDEX IF NOT EXISTS jobs_tenants ON jobs (tenant, state);
 """
 
-_COLUMNS = "id, tenant, state, request, attempts, created, updated, not_before, reason, progress, result, claim"
+_COLUMNS = "id, tenant, state, request, attempts, created, updated, not_before, reason, progress, result, claim, failures"
+
+_DOCUMENT = frozenset(("text", "messages", "tools"))
+"""Fields of a request that are read with a claim only: a page of jobs may have gigabytes of them."""
 
 _OPEN = f"('{JobState.QUEUED}', '{JobState.RUNNING}')"
 
@@ -87,7 +101,7 @@ class JobQueue:
         lease_seconds: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """At most `most` jobs are waiting or running. Raises UnavailableError, CorruptError."""
+        """At most `most` jobs are waiting or running. Raises UnavailableError, CorruptError, UsageError."""
         self._most, self._most_of_tenant, self._lease, self._clock = most, most_of_tenant, lease_seconds, clock
         self._path = path
         self._lock = threading.Lock()
@@ -99,6 +113,10 @@ class JobQueue:
             self._base.execute("PRAGMA journal_mode = WAL")
             self._base.execute("PRAGMA synchronous = FULL")
             self._base.executescript(_SCHEMA)
+            (version,) = self._base.execute("PRAGMA user_version").fetchone()
+            if version not in (0, VERSION):
+                raise UsageError(f"the queue {path} is of another version of kvcdn", hint="let that version empty it first")
+            self._base.execute(f"PRAGMA user_version = {VERSION}")
         except OSError as error:
             raise UnavailableError(f"cannot open the queue {path}: {error.strerror}") from None
         except sqlite3.Error as error:
@@ -124,18 +142,18 @@ class JobQueue:
 
     # -- tenants --------------------------------------------------------------------------------------------------------------
 
-    def accept(self, orders: Sequence[tuple[str, JobRequest]]) -> list[Job | QueueFullError]:
+    def accept(self, orders: Sequence[tuple[str, JobRequest]]) -> list[Job | KvcdnError]:
         """Accepts jobs, each of a tenant, in one transaction: they are on the disk on return.
 
-        For those without room, the error. A job with a key that its tenant has used is the first one.
+        For those without room, the error. A key that its tenant has used means that job; for another job it is an error.
         """
         now = self._clock()
         with self._transaction() as base:
             (waiting,) = base.execute(f"SELECT count(*) FROM jobs WHERE state IN {_OPEN}").fetchone()  # noqa: S608 - constants
             open_of: dict[str, int] = {}
-            answers: list[Job | QueueFullError] = []
+            answers: list[Job | KvcdnError] = []
             for tenant, request in orders:
-                known = self._keyed(tenant, request.idempotency_key)
+                known = self._keyed(tenant, request)
                 if known is not None:
                     answers.append(known)
                     continue
@@ -149,22 +167,31 @@ class JobQueue:
                 answers.append(self._insert(tenant, request, now))
         return answers
 
-    def _keyed(self, tenant: str, key: str | None) -> Job | None:
-        return None if key is None else self._one("tenant = ? AND idempotency_key = ?", (tenant, key))
+    def _keyed(self, tenant: str, request: JobRequest) -> Job | UsageError | None:
+        """The job for which the tenant has used the request's key; the error where that was another."""
+        if request.idempotency_key is None:
+            return None
+        key = (tenant, request.idempotency_key)
+        found = self._base.execute(
+            "SELECT request, document FROM jobs WHERE tenant = ? AND idempotency_key = ?", key
+        ).fetchone()
+        if found is None:
+            return None
+        if found != _texts(request):
+            return UsageError("this idempotency key was used for another job", hint="each job has a key of its own")
+        return self._one("tenant = ? AND idempotency_key = ?", key)
 
     def _insert(self, tenant: str, request: JobRequest, now: float) -> Job:
         name, start = secrets.token_hex(16), first_start(request, now)
-        what = request.idempotency_key, JobState.QUEUED, request.priority, start, request.model_dump_json()
-        row = (name, tenant, *what, now, now)
         self._base.execute(
-            "INSERT INTO jobs (id, tenant, idempotency_key, state, priority, not_before, request, created, updated) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            row,
+            "INSERT INTO jobs (id, tenant, idempotency_key, state, priority, not_before, request, document, created, updated) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (name, tenant, request.idempotency_key, JobState.QUEUED, request.priority, start, *_texts(request), now, now),
         )
         return Job(name, tenant, JobState.QUEUED, request, 0, now, now, start, "", {}, None)
 
     def get(self, name: str) -> Job:
-        """The job `name`. Raises NotFoundError."""
+        """The job `name`, without its document. Raises NotFoundError."""
         with self._lock:
             found = self._one("id = ?", (name,))
         if found is None:
@@ -172,7 +199,7 @@ class JobQueue:
         return found
 
     def list(self, *, tenant: str | None = None, state: JobState | None = None, after: str = "", limit: int = 100) -> list[Job]:
-        """Jobs from the oldest on, those behind the job `after`."""
+        """Jobs from the oldest on, those behind the job `after`, without their documents."""
         with self._lock:
             rows = self._base.execute(
                 f"SELECT {_COLUMNS} FROM jobs WHERE (?1 IS NULL OR tenant = ?1) AND (?2 IS NULL OR state = ?2) "  # noqa: S608 - constants
@@ -201,8 +228,8 @@ class JobQueue:
         """Puts a dead job back into the queue. Raises UsageError for another."""
         with self._transaction() as base:
             changed = base.execute(
-                "UPDATE jobs SET state = ?, attempts = 0, not_before = ?, updated = ?, cancelling = 0 "
-                "WHERE id = ? AND state = ?",
+                "UPDATE jobs SET state = ?, attempts = 0, failures = 0, deaths = 0, not_before = ?, updated = ?, "
+                "cancelling = 0 WHERE id = ? AND state = ?",
                 (JobState.QUEUED, self._clock(), self._clock(), name, JobState.DEAD),
             )
         if not changed.rowcount:
@@ -237,7 +264,9 @@ class JobQueue:
                 "UPDATE jobs SET state = ?, claim = ?, claimed_until = ?, attempts = attempts + 1, updated = ? WHERE id = ?",
                 (JobState.RUNNING, word, now + self._lease, now, found.id),
             )
-            return self._one("id = ?", (found.id,))
+            (document,) = base.execute("SELECT document FROM jobs WHERE id = ?", (found.id,)).fetchone()
+            claimed = self._one("id = ?", (found.id,))
+            return claimed and replace(claimed, request=claimed.request.model_copy(update=json.loads(document)))
 
     def _reclaim(self, now: float) -> None:
         """Takes back what dead workers hold: to be tried again, or not, where it has killed too many."""
@@ -249,11 +278,12 @@ class JobQueue:
         )
         self._base.execute(
             f"UPDATE jobs SET state = '{JobState.DEAD}', reason = 'its worker died, every time', updated = ?2 "  # noqa: S608 - constants
-            f"WHERE {stale} AND attempts >= {MAX_ATTEMPTS}",
+            f"WHERE {stale} AND deaths >= {MAX_DEATHS - 1}",
             values,
         )
         self._base.execute(
-            f"UPDATE jobs SET state = '{JobState.QUEUED}', claim = '', reason = 'its worker died', updated = ?2 WHERE {stale}",  # noqa: S608 - constants
+            f"UPDATE jobs SET state = '{JobState.QUEUED}', claim = '', deaths = deaths + 1, "  # noqa: S608 - constants
+            f"reason = 'its worker died', updated = ?2 WHERE {stale}",
             values,
         )
 
@@ -279,21 +309,22 @@ class JobQueue:
 
     def fail(self, job: Job, reason: str, *, for_good: bool) -> bool:
         """Has a job tried again some time later, or ends it `for_good` or after too many attempts, with the reason."""
-        if for_good or job.attempts >= MAX_ATTEMPTS:
+        failures = job.failures + 1
+        if for_good or failures >= MAX_FAILURES:
             return self._end(job, JobState.DEAD, reason[:MAX_REASON], None)
-        pause = min(BACKOFF_SECONDS * 2 ** (job.attempts - 1), MAX_BACKOFF_SECONDS) * (1 + random.random())  # noqa: S311 - no secret
-        return self._return(job, self._clock() + pause, reason[:MAX_REASON], attempts=job.attempts)
+        pause = min(BACKOFF_SECONDS * 2**job.failures, MAX_BACKOFF_SECONDS) * (1 + random.random())  # noqa: S311 - no secret
+        return self._return(job, self._clock() + pause, reason[:MAX_REASON], attempts=job.attempts, failures=failures)
 
     def release(self, job: Job) -> bool:
         """Gives a job back that was begun and not ended, as the worker has to stop. That was no attempt."""
-        return self._return(job, self._clock(), "", attempts=job.attempts - 1)
+        return self._return(job, self._clock(), "", attempts=job.attempts - 1, failures=job.failures)
 
-    def _return(self, job: Job, start: float, reason: str, *, attempts: int) -> bool:
+    def _return(self, job: Job, start: float, reason: str, *, attempts: int, failures: int) -> bool:
         with self._transaction() as base:
             changed = base.execute(
-                "UPDATE jobs SET state = ?, not_before = ?, reason = ?, attempts = ?, claim = '', updated = ? "
+                "UPDATE jobs SET state = ?, not_before = ?, reason = ?, attempts = ?, failures = ?, claim = '', updated = ? "
                 "WHERE id = ? AND claim = ? AND state = ?",
-                (JobState.QUEUED, start, reason, attempts, self._clock(), *_held(job)),
+                (JobState.QUEUED, start, reason, attempts, failures, self._clock(), *_held(job)),
             )
         return changed.rowcount == 1
 
@@ -313,17 +344,22 @@ class JobQueue:
         return None if row is None else _job(row)
 
 
+def _texts(request: JobRequest) -> tuple[str, str]:
+    """What the table keeps of a request: its wishes, and its document."""
+    return request.model_dump_json(exclude=set(_DOCUMENT)), request.model_dump_json(include=set(_DOCUMENT))
+
+
 def _held(job: Job) -> tuple[str, str, str]:
     return job.id, job.claim, JobState.RUNNING
 
 
 def _job(row: Sequence[Any]) -> Job:
-    name, tenant, state, request, attempts, created, updated, not_before, reason, progress, result, claim = row
+    name, tenant, state, request, attempts, created, updated, not_before, reason, progress, result, claim, failures = row
     return Job(
         name,
         tenant,
         JobState(state),
-        JobRequest.model_validate_json(request),
+        JobRequest.model_construct(**json.loads(request)),
         attempts,
         created,
         updated,
@@ -332,6 +368,7 @@ def _job(row: Sequence[Any]) -> Job:
         json.loads(progress),
         None if result is None else json.loads(result),
         claim,
+        failures,
     )
 
 

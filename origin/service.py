@@ -41,6 +41,9 @@ WATCH_SECONDS = 0.5
 SILENCE_SECONDS = 15.0
 """After so long without news a comment is sent, so that nobody on the way takes the connection for dead."""
 
+FORGET_SECONDS = 3600.0
+"""Between two looks for jobs that ended long ago."""
+
 NO_TAG = ModelTag(bytes(ModelTag.SIZE))
 """A model that is known by its name only: its files may not have been read yet."""
 
@@ -240,7 +243,7 @@ async def _requests(request: web.Request) -> list[JobRequest]:
                 raise UsageError(f"a request holds 1 to {MAX_JOBS_AT_ONCE} jobs, not {len(lines)}")
             return [read_request(json.loads(line)) for line in lines]
     except (ValueError, RecursionError):
-        raise UsageError("the body is not UTF-8, or not JSON") from None
+        raise UsageError("the body is not UTF-8, or not JSON, or the query has a number that is none") from None
     raise UsageError(f"a body of type {kind} is not read", hint="send application/json, application/jsonl or text/plain")
 
 
@@ -269,12 +272,15 @@ def _error(error: KvcdnError, status: int, headers: Mapping[str, str] | None = N
 
 @contextlib.asynccontextmanager
 async def forgetting(service: Service, queue: JobQueue, keep_seconds: float, clock: Callable[[], float]) -> AsyncIterator[None]:
-    """Forgets jobs that ended long ago, once an hour, while it lasts."""
+    """Forgets jobs that ended long ago while it lasts."""
 
     async def forget() -> None:
         while True:
-            await service.asked(queue.forget, clock() - keep_seconds)
-            await asyncio.sleep(3600)
+            try:
+                await service.asked(queue.forget, clock() - keep_seconds)
+            except KvcdnError as error:
+                log.warning("jobs are not forgotten, which is tried again: %s", error)
+            await asyncio.sleep(FORGET_SECONDS)
 
     task = asyncio.create_task(forget())
     try:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+import transformers
+
 from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, UsageError
 from kvcdn.keyring import load_namespace
 from kvcdn.model.tokens import encode_chat, encode_text
@@ -135,6 +137,7 @@ class Worker:
 def main() -> None:
     """Runs a worker by the settings on standard input, until that ends or SIGTERM comes."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
     settings = ServiceSettings.model_validate_json(sys.stdin.readline())
     queue = settings.open_queue()
     worker = Worker(settings, queue, settings.open_store(), *settings.open_keys())

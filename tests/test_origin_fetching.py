@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import trustme
 
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.origin.fetching import fetch_document, is_public, resolve_public
@@ -142,3 +144,20 @@ def test_urls_that_are_none(url) -> None:
     with pytest.raises(UsageError) as caught:
         fetch_document(url, resolve=lambda *_: pytest.fail("resolved"))
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["site.example", "other.example"])
+def test_https_is_checked_for_the_name_that_was_given(site, monkeypatch, tmp_path, name) -> None:
+    """Although the connection goes to an address: another name's certificate will not do."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("site.example").configure_cert(context)
+    site.socket = context.wrap_socket(site.socket, server_side=True)
+    url = f"https://{name}:{site.server_port}/text"
+    if name == "site.example":
+        assert "A public text." == fetch_document(url, resolve=lambda *_: "127.0.0.1").text
+    else:
+        with pytest.raises(UnavailableError):
+            fetch_document(url, resolve=lambda *_: "127.0.0.1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sqlite3
 import subprocess
 import sys
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcdn.errors import CorruptError, NotFoundError, UsageError
 from kvcdn.origin.jobs import DAY_SECONDS, Job, JobState, Window, read_request
-from kvcdn.origin.queue import MAX_ATTEMPTS, ClaimLostError, JobQueue, QueueFullError
+from kvcdn.origin.queue import MAX_DEATHS, MAX_FAILURES, ClaimLostError, JobQueue, QueueFullError
 
 
 class Clock:
@@ -107,6 +109,8 @@ def test_a_full_queue_takes_no_more(queue) -> None:
     answers = queue.accept([("b", read_request({"text": "more"}))] * 3)
     assert [Job, Job, QueueFullError] == [type(answer) for answer in answers]
     assert mine[1].id == submit(queue, idempotency_key="1").id
+    (other,) = queue.accept([("a", read_request({"text": "Another text.", "idempotency_key": "1"}))])
+    assert isinstance(other, UsageError)
     queue.cancel(mine[0].id)
     assert submit(queue, idempotency_key="other").id not in {job.id for job in mine}
 
@@ -134,16 +138,16 @@ def test_a_job_ends_once(queue, clock) -> None:
 def test_failures_are_tried_again_and_then_told(queue, clock) -> None:
     """With longer and longer pauses; the last reason stays; by hand it begins anew; who kills every worker is dead as well."""
     job, pauses = submit(queue), []
-    for number in range(MAX_ATTEMPTS):
+    for number in range(MAX_FAILURES):
         assert queue.fail(queue.claim(), f"reason {number}", for_good=False)
         pauses.append(queue.get(job.id).not_before - clock.now)
         assert queue.claim() is None
         clock.now += 1000
     dead = queue.get(job.id)
-    assert (JobState.DEAD, f"reason {MAX_ATTEMPTS - 1}") == (dead.state, dead.reason)
+    assert (JobState.DEAD, f"reason {MAX_FAILURES - 1}") == (dead.state, dead.reason)
     assert all(2 * 2**number <= pause <= 4 * 2**number for number, pause in enumerate(pauses[:-1]))
     assert (JobState.QUEUED, 0) == (queue.retry(job.id).state, queue.get(job.id).attempts)
-    for _ in range(MAX_ATTEMPTS):
+    for _ in range(MAX_DEATHS):
         assert queue.claim() is not None
         clock.now += 31
     assert queue.claim() is None
@@ -171,6 +175,16 @@ def test_releasing_is_no_attempt_and_cancelling_ends(queue, clock) -> None:
     assert JobState.CANCELLED == queue.get(other.id).state
 
 
+def test_documents_come_with_the_claim(queue) -> None:
+    """A list of jobs does not read them; the worker has them as they were given."""
+    wanted = {"messages": [{"role": "system", "content": "ü", "parts": [1]}], "tools": [{"name": "t"}]}
+    (job,) = queue.accept([("a", read_request(wanted))])
+    assert [(None, [])] == [(listed.request.messages, listed.request.tools) for listed in queue.list()]
+    claimed = queue.claim()
+    assert (job.id, wanted["messages"], wanted["tools"]) == (claimed.id, claimed.request.messages, claimed.request.tools)
+    assert (wanted["messages"], wanted["tools"]) == (claimed.request.document().messages(), claimed.request.document().tools())
+
+
 def test_pages_and_tenants(queue) -> None:
     """Lists go on behind a job, and show one tenant's where that is asked."""
     jobs = [submit(queue, tenant=tenant) for tenant in ("a", "b", "a")]
@@ -185,6 +199,15 @@ def test_a_damaged_file_is_told(tmp_path) -> None:
     path.write_bytes(b"not a database at all, but longer than a header" * 40)
     with pytest.raises(CorruptError):
         JobQueue(path)
+
+
+def test_another_version_is_told(tmp_path) -> None:
+    """A queue with other tables is neither read nor changed."""
+    JobQueue(tmp_path / "queue").close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "queue")) as base:
+        base.execute("PRAGMA user_version = 99")
+    with pytest.raises(UsageError):
+        JobQueue(tmp_path / "queue")
 
 
 _WRITER = """

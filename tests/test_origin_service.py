@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import urllib3
@@ -29,11 +25,10 @@ from kvcdn.origin.service_settings import load_settings
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
+from support.origin_process import children, running_origin
 from support.tiny import TEXT
 
 ISSUER = SigningKey.generate()
-
-START_SECONDS = 120
 
 
 def with_service(tmp_path, steps, **settings):
@@ -187,46 +182,13 @@ def test_the_description_is_of_this_service(tmp_path) -> None:
 # -- a real one ---------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def running(tmp_path, model):
-    ready = tmp_path / "ready"
-    ready.unlink(missing_ok=True)
-    words = [
-        "--model",
-        str(model),
-        "--origin",
-        str(tmp_path / "origin"),
-        "--queue",
-        str(tmp_path / "queue"),
-        "--listen",
-        "127.0.0.1:0",
-    ]
-    environment = {**os.environ, "KVCDN_SERVICE_READY_FILE": str(ready), "KVCDN_SERVICE_CLAIM_SECONDS": "6"}
-    program = Path(sys.executable).with_name("kvcdn")
-    process = subprocess.Popen([str(program), "origin", *words], env=environment)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not ready.exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield json.loads(ready.read_text())["url"], process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def children(pid):
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def test_documents_are_published_through_kills(tmp_path, tiny_llama) -> None:
     """Service and worker die while jobs run; started again, each document is published once, and SIGTERM ends all in order."""
     documents = tmp_path / "documents"
     documents.mkdir()
     for number in range(3):
         (documents / f"{number}.txt").write_text(f"Document {number}. {TEXT[: 2000 + 500 * number]}")
-    with running(tmp_path, tiny_llama) as (url, process):
+    with running_origin(tmp_path, tiny_llama) as (url, process):
         ran = kvcdn("publish", documents, "--service", url, "--no-wait")
         assert 0 == ran.code, ran.err
         while "running" not in (queued := urllib3.request("GET", f"{url}/v1/jobs").data.decode()):
@@ -237,7 +199,7 @@ def test_documents_are_published_through_kills(tmp_path, tiny_llama) -> None:
         process.kill()
     queue = JobQueue(tmp_path / "queue")
     assert 3 == sum(queue.counts().values())
-    with running(tmp_path, tiny_llama) as (url, process):
+    with running_origin(tmp_path, tiny_llama) as (url, process):
         again = kvcdn("publish", documents / "0.txt", "--service", url, "--json")
         assert (0, "published") == (again.code, again.json["state"])
         deadline = time.monotonic() + 120
