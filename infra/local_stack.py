@@ -188,7 +188,7 @@ def running_stack(folder: Path, options: argparse.Namespace) -> Iterator[Stack]:
 
 def ask_once(stack: Stack) -> int:
     """Asks one question through the edge: 0 where the document came from its cache, else 1."""
-    answer = _kvcdn(stack.ask("--max-tokens", "4", "--json"), _user(stack.folder))
+    answer = _kvcdn(stack.ask("--mode", "fetch", "--max-tokens", "4", "--json"), _user(stack.folder))
     report = answer["report"]
     _note(json.dumps(report))
     sound = report["reason"] is None and report["tokens_reused"] > 0
