@@ -131,14 +131,14 @@ class JobQueue:
         with self._lock:
             try:
                 self._base.execute("BEGIN IMMEDIATE")
-                try:
-                    yield self._base
-                except BaseException:
-                    self._base.execute("ROLLBACK")
-                    raise
+                yield self._base
                 self._base.execute("COMMIT")
             except sqlite3.Error as error:
                 raise _translated(error, self._path) from None
+            finally:
+                # A full disk ends a transaction by itself, or fails its COMMIT and leaves it open.
+                if self._base.in_transaction:
+                    self._base.execute("ROLLBACK")
 
     # -- tenants --------------------------------------------------------------------------------------------------------------
 

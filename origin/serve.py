@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from aiohttp import web
 
 from kvcdn.access.listening import tls_context
-from kvcdn.errors import UnavailableError
+from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.origin.service import Service, forgetting
 from kvcdn.origin.service_settings import ServiceSettings
 
@@ -36,6 +37,8 @@ def run(settings: ServiceSettings) -> None:
 
     Raises UsageError for settings that cannot be, UnavailableError where queue, origin or port are not to be had.
     """
+    if settings.workers and importlib.util.find_spec("torch") is None:
+        raise UsageError("workers need torch, which is not installed", hint='pip install "kvcdn[origin]", or set workers = 0')
     asyncio.run(_serve_until_signal(settings))
 
 

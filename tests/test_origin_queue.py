@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcdn.errors import CorruptError, NotFoundError, UsageError
+from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
 from kvcdn.origin.jobs import DAY_SECONDS, Job, JobState, Window, read_request
 from kvcdn.origin.queue import MAX_DEATHS, MAX_FAILURES, ClaimLostError, JobQueue, QueueFullError
 
@@ -191,6 +191,25 @@ def test_pages_and_tenants(queue) -> None:
     assert [jobs[0].id, jobs[2].id] == [job.id for job in queue.list(tenant="a")]
     assert [jobs[1].id] == [job.id for job in queue.list(after=jobs[0].id, limit=1, state=JobState.QUEUED)]
     assert {"queued": 3} == queue.counts()
+
+
+def test_a_full_disk_is_told_and_passes(queue) -> None:
+    """What was not accepted is said not to be, and when there is room again all is as before."""
+    first = submit(queue)
+    (pages,) = queue._base.execute("PRAGMA page_count").fetchone()
+    queue._base.execute(f"PRAGMA max_page_count = {pages + 1}").fetchone()
+    with pytest.raises(UnavailableError):
+        submit(queue, text="x" * 100_000)
+    queue._base.execute("PRAGMA max_page_count = 1000000").fetchone()
+    second = submit(queue, text="x" * 100_000)
+    assert [first.id, second.id] == [job.id for job in queue.list()]
+
+
+def test_a_failure_within_a_transaction_leaves_none_open(queue) -> None:
+    """Whatever it is."""
+    with pytest.raises(ZeroDivisionError), queue._transaction():
+        raise ZeroDivisionError
+    submit(queue)
 
 
 def test_a_damaged_file_is_told(tmp_path) -> None:

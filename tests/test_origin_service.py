@@ -163,6 +163,16 @@ def test_beyond_this_machine_not_without_tokens_and_tls(tmp_path, listen) -> Non
     load_settings(None, {"models": ("m",), "listen": listen, "issuers_file": issuers, "insecure_http": True}).guard()
 
 
+def test_without_torch_there_are_no_workers(tmp_path, monkeypatch) -> None:
+    """That is told at the start, instead of by workers that die."""
+    from kvcdn.origin import serve
+
+    monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="torch"):
+        serve.run(load_settings(None, {"models": ("m",), "queue_file": tmp_path / "queue"}))
+    assert not (tmp_path / "queue").exists()
+
+
 def test_the_description_is_of_this_service(tmp_path) -> None:
     """Every route is described and every description is a route; references lead somewhere; a job has the fields described."""
 

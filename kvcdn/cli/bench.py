@@ -55,6 +55,31 @@ def ttft(
 
 
 @app.command()
+def publish(
+    tokens: Annotated[int, typer.Option(min=64, help="Length of the document.")] = 2048,
+    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    document: Annotated[Path | None, typer.Option(help="A text file; by default one found on this machine.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Counted runs of each kind; 5 or more for a median to quote.")] = 5,
+    device: Device = "cpu",
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Publishing beside the bare prefill loop over the same tokens, taking turns."""
+    from kvcdn.cli.bench_publish import measure_publish  # noqa: PLC0415 - see kvcdn.cli
+
+    result = measure_publish(model, document, tokens, runs, device, note)
+    if as_json:
+        print_json(result)
+        return
+    print_table(
+        ["WAY", "TOKENS/S"],
+        [["prefill alone", f"{result['prefill_tok_s']:.1f}"], ["publish", f"{result['publish_tok_s']:.1f}"]],
+    )
+    memory = "" if result["memory_bytes"] is None else f", {size(result['memory_bytes'])} of memory beside the model"
+    print_text(f"\nratio {result['ratio']:.3f}; {size(result['raw_bytes'])} of KV{memory}")
+
+
+@app.command()
 def edge(
     against: Annotated[str, typer.Option(help="What to measure beside; only nginx is known.")] = "nginx",
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a round of warm hits.")] = 3.0,

@@ -221,14 +221,15 @@ def _peak_in_this_process(model: str, url: str, publishers: tuple[PublicKey, ...
         client.generate(Prompt(prompt.token_ids[:8]), max_new_tokens=1, do_sample=False)
         try:
             Path("/proc/self/clear_refs").write_text("5", "ascii")
-            before = _status_bytes("VmRSS")
+            before = status_bytes("VmRSS")
             client.prepare(prompt)
-            return _status_bytes("VmHWM") - before
+            return status_bytes("VmHWM") - before
         except OSError:
             return None
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """Resident bytes of this process, now (`VmRSS`) or at most (`VmHWM`). Raises OSError where the system does not tell."""
     lines = Path("/proc/self/status").read_text("ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
