@@ -17,6 +17,7 @@ from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
+from kvcdn.edge.recall import Recall
 from kvcdn.edge.respond import IMMUTABLE, NO_STORE, FileResponse, FileSlice, HeadResponse, Note, PlainResponse
 from kvcdn.edge.storage import DiskCache, Harm
 from kvcdn.edge.target import ObjectName
@@ -37,11 +38,19 @@ class Edge:
     """Answers requests. Everything it needs is given; it owns nothing that must be closed."""
 
     def __init__(
-        self, fetcher: Fetcher, presence: Presence, cache: DiskCache, admission: Admission, metrics: Metrics, *, admin: bool
+        self,
+        fetcher: Fetcher,
+        presence: Presence,
+        cache: DiskCache,
+        admission: Admission,
+        metrics: Metrics,
+        recall: Recall,
+        *,
+        admin: bool,
     ) -> None:
         """`admin`: whether objects and administration share one address."""
         self._fetcher, self._presence, self._cache = fetcher, presence, cache
-        self._admission, self._metrics = admission, metrics
+        self._admission, self._metrics, self._recall = admission, metrics, recall
         self._admin = admin
         self.draining = False
         """Whether the edge is about to end: it is not ready for new work, and still does it."""
@@ -168,7 +177,9 @@ class Edge:
             return HeadResponse(note, status, headers)
         part_of_file = FileSlice(found.file, start, length, found.fill)
         if length > SMALL_BYTES:
-            return FileResponse(note, status, headers, part_of_file, lambda: self._drop(name))
+            response = FileResponse(note, status, headers, part_of_file, lambda: self._drop(name))
+            self._recall.attend(response, name)
+            return response
         try:
             body = await part_of_file.read()
         except BrokenFillError as error:
@@ -198,7 +209,7 @@ class Edge:
         if not self._admission.covers(grant, asked.tag):
             return PlainResponse(note, 200, _JSON, MatchResult(()).encode())
         try:
-            result = await match_chain(asked.keys, self._presence)
+            result = await match_chain(self._recall.revoked.lead(asked.keys), self._presence)
         except UnavailableError as error:
             return PlainResponse.line(note, 504, str(error), {})
         self._cache.announce(asked.keys[: len(result.sizes)])

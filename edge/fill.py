@@ -13,6 +13,7 @@ from kvcdn.edge.fill_lock import FillLock, FillState
 from kvcdn.edge.outcome import PASSING_TROUBLES, BrokenFillError, Reason, Refusal
 from kvcdn.edge.staging import Spool
 from kvcdn.edge.target import ObjectName
+from kvcdn.signing import PublicKey
 
 WHOLE_BYTES = 64 * 1024
 """Objects up to this are answered when they are whole: a refusal then needs no broken connection to be told."""
@@ -30,6 +31,10 @@ class Fill:
         self.etag = ""
         self.stored = False
         """Whether the object is meant for the cache."""
+        self.wanted = True
+        """Whether the cache is to keep it still, now that it comes."""
+        self.publisher: PublicKey | None = None
+        """Who signed the object, once its envelope is here."""
         self.refusal: Refusal | None = None
         self._lock = FillLock(time.monotonic(), time.monotonic() + seconds)
         self._waiting: set[asyncio.Future[None]] = set()
@@ -60,6 +65,17 @@ class Fill:
         self.refusal = refusal
         self._lock.fail(transient=refusal.reason in PASSING_TROUBLES)
         self._wake()
+
+    def cut(self, refusal: Refusal) -> None:
+        """The object must not be served any more, nor kept."""
+        self.wanted = False
+        if self._lock.state.running:
+            self.fail(refusal)
+
+    def require_uncut(self) -> None:
+        """Raises BrokenFillError after `cut`."""
+        if self.refusal is not None:
+            raise BrokenFillError(self.refusal)
 
     def abandon(self) -> None:
         """The writer is gone; does nothing after a verdict."""
