@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping
 
 from aiohttp import web
 
 from kvcdn.access.grant import Grant, Scope
+from kvcdn.digest import ModelTag
 from kvcdn.edge.admission import TENANT, Admission
+from kvcdn.edge.body import read_body
 from kvcdn.edge.conditions import Precondition, evaluate, range_applies
 from kvcdn.edge.fetch import Fetcher, Found, Refused
-from kvcdn.edge.match import MAX_BODY_BYTES, MatchRequest, MatchResult, match_chain
+from kvcdn.edge.match import MatchRequest, MatchResult, match_chain
 from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
 from kvcdn.edge.presence import Presence
+from kvcdn.edge.purge import PurgeRequest, purge
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
 from kvcdn.edge.recall import Recall
 from kvcdn.edge.respond import IMMUTABLE, NO_STORE, FileResponse, FileSlice, HeadResponse, Note, PlainResponse
@@ -26,10 +28,10 @@ from kvcdn.errors import CorruptError, UnavailableError, UntrustedError
 SMALL_BYTES = 64 * 1024
 """Bodies up to this are read and sent with their headers in one go: cheaper than a sendfile of their own."""
 
-BODY_SECONDS = 10.0
-"""What a client may take to send the body of a match."""
-
 RETRY_SECONDS = 1
+
+_ADMINISTRATION = {"/metrics": Scope.STATS, "/v1/purge": Scope.PURGE}
+"""What administration answers, and what a token has to permit for it."""
 
 _JSON = {"Content-Type": "application/json", "Cache-Control": NO_STORE}
 
@@ -92,11 +94,35 @@ class Edge:
         except UntrustedError as error:
             return _unknown(error)
         request[TENANT] = grant.tenant
-        if request.rel_url.raw_path != "/metrics":
+        scope = _ADMINISTRATION.get(request.rel_url.raw_path)
+        if scope is None:
             return _nothing()
-        if Scope.STATS not in grant.scopes:
-            return _forbidden(Scope.STATS)
-        return self._only(("GET", "HEAD"), request, Note("metrics")) or self._show_metrics()
+        if scope not in grant.scopes:
+            return _forbidden(scope)
+        if scope is Scope.STATS:
+            return self._only(("GET", "HEAD"), request, Note("metrics")) or self._show_metrics()
+        note = Note(scope)
+        return self._only(("POST",), request, note) or await self._order(request, note, grant)
+
+    async def _order(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
+        """What changes the cache. Its type is asked for, which no page in a browser can send without asking us first."""
+        if request.content_type != "application/json":
+            return PlainResponse.line(note, 415, "send a body of type application/json", {})
+        body = await read_body(request, note)
+        if isinstance(body, PlainResponse):
+            return body
+        try:
+            return await self._purge(note, PurgeRequest.parse(body), grant)
+        except CorruptError as error:
+            return PlainResponse.line(note, 400, str(error), {})
+
+    async def _purge(self, note: Note, asked: PurgeRequest, grant: Grant) -> PlainResponse:
+        def chosen(key: str) -> bool:
+            return asked.covers(key) and self._admission.covers(grant, ModelTag(bytes.fromhex(key[3:35])))
+
+        purged = await purge(chosen, self._cache, self._fetcher, self._presence)
+        self._metrics.purged.inc(purged.objects)
+        return PlainResponse(Note(note.route, f"{purged.objects} objects"), 200, _JSON, purged.encode())
 
     def _grant(self, request: web.BaseRequest, object_path: str | None) -> Grant:
         """What `request` may do. Raises UntrustedError."""
@@ -194,13 +220,9 @@ class Edge:
 
     async def _match(self, request: web.BaseRequest, grant: Grant) -> web.StreamResponse:
         note = Note("match")
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await _read_body(request)
-        except TimeoutError:
-            return _close(PlainResponse.line(note, 408, f"the body did not come within {BODY_SECONDS:.0f} s", {}))
-        if body is None:
-            return _close(PlainResponse.line(note, 413, f"a match has at most {MAX_BODY_BYTES} bytes", {}))
+        body = await read_body(request, note)
+        if isinstance(body, PlainResponse):
+            return body
         try:
             asked = MatchRequest.parse(body)
         except CorruptError as error:
@@ -249,24 +271,3 @@ def _without_body(note: Note, precondition: Precondition, headers: Mapping[str, 
         return PlainResponse(note, precondition.value, headers)
     message = "the object under this name has another entity tag"
     return PlainResponse.line(note, precondition.value, message, {**headers, "Cache-Control": NO_STORE})
-
-
-async def _read_body(request: web.BaseRequest) -> bytes | None:
-    """The request's body; None where it is larger than a match may be."""
-    if (request.content_length or 0) > MAX_BODY_BYTES:
-        return None
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
-    body = bytearray()
-    while piece := await request.content.readany():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            return None
-    return bytes(body)
-
-
-def _close(response: PlainResponse) -> PlainResponse:
-    """After `response` the connection ends: the rest of the request is not worth reading."""
-    response.force_close()
-    return response

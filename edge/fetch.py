@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ class Fetcher:
     def __init__(self, origins: Origins, cache: DiskCache, revoked: Revoked, metrics: Metrics) -> None:
         self._origins, self._cache, self._revoked, self._metrics = origins, cache, revoked, metrics
         self._fills: dict[str, Fill] = {}
+        self._alive: weakref.WeakSet[Fill] = weakref.WeakSet()
+        """Those that somebody holds, also after others took their places."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusals: FadingMemory[Refusal] = FadingMemory(REFUSALS_REMEMBERED)
         self._places = asyncio.Semaphore(RUNNING_FILLS)
@@ -105,11 +108,18 @@ class Fetcher:
 
     def recall(self) -> None:
         """Ends fills of what is revoked by now."""
-        for fill in list(self._fills.values()):
+        for fill in list(self._alive):
             refusal = self._revoked.refusal(fill.name, fill.publisher)
             if refusal is not None:
                 self._leave(fill)
                 fill.cut(refusal)
+
+    def disown(self, chosen: Callable[[str], bool]) -> None:
+        """Has what is on its way under `chosen` keys passed on to those who wait for it, and not kept."""
+        for fill in list(self._alive):
+            if chosen(fill.name.key):
+                self._leave(fill)
+                fill.wanted = False
 
     async def confirm(self, key: str) -> None:
         """Drops a cached object whose envelope does not hold, by the trust list of now."""
@@ -173,6 +183,7 @@ class Fetcher:
 
     def _begin(self, name: ObjectName) -> Fill:
         fill = self._fills[name.key] = Fill(name, WAIT_SECONDS + FILL_SECONDS)
+        self._alive.add(fill)
         # The fill outlives the request that began it.
         task = asyncio.create_task(self._run(fill), name=f"fill {name}")
         self._tasks.add(task)

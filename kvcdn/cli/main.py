@@ -24,6 +24,7 @@ from kvcdn.cli import (
     listing,
     origin,
     publish,
+    purge,
     remove,
     revoke,
     token,
@@ -59,6 +60,7 @@ app.command("rm")(remove.remove)
 app.command()(remove.retire)
 app.command()(revoke.revoke)
 app.command("cp")(copy.copy)
+app.command()(purge.purge)
 app.command("gc")(upkeep.collect)
 app.command("fsck")(upkeep.check)
 app.command()(doctor.doctor)
