@@ -8,32 +8,33 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from kvcdn.access.grant import Grant, Scope
-from kvcdn.digest import ModelTag
+from kvcdn.edge.administration import SCOPES, Administration
 from kvcdn.edge.admission import TENANT, Admission
 from kvcdn.edge.body import read_body
 from kvcdn.edge.conditions import Precondition, evaluate, range_applies
 from kvcdn.edge.fetch import Fetcher, Found, Refused
 from kvcdn.edge.match import MatchRequest, MatchResult, match_chain
-from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
 from kvcdn.edge.presence import Presence
-from kvcdn.edge.purge import PurgeRequest, purge
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
 from kvcdn.edge.recall import Recall
-from kvcdn.edge.respond import IMMUTABLE, NO_STORE, FileResponse, FileSlice, HeadResponse, Note, PlainResponse
+from kvcdn.edge.respond import (
+    IMMUTABLE,
+    JSON_HEADERS,
+    NO_STORE,
+    RETRY_SECONDS,
+    FileResponse,
+    FileSlice,
+    HeadResponse,
+    Note,
+    PlainResponse,
+)
 from kvcdn.edge.storage import DiskCache, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.errors import CorruptError, UnavailableError, UntrustedError
 
 SMALL_BYTES = 64 * 1024
 """Bodies up to this are read and sent with their headers in one go: cheaper than a sendfile of their own."""
-
-RETRY_SECONDS = 1
-
-_ADMINISTRATION = {"/metrics": Scope.STATS, "/v1/purge": Scope.PURGE}
-"""What administration answers, and what a token has to permit for it."""
-
-_JSON = {"Content-Type": "application/json", "Cache-Control": NO_STORE}
 
 
 class Edge:
@@ -45,14 +46,14 @@ class Edge:
         presence: Presence,
         cache: DiskCache,
         admission: Admission,
-        metrics: Metrics,
         recall: Recall,
+        administration: Administration,
         *,
         admin: bool,
     ) -> None:
         """`admin`: whether objects and administration share one address."""
         self._fetcher, self._presence, self._cache = fetcher, presence, cache
-        self._admission, self._metrics, self._recall = admission, metrics, recall
+        self._admission, self._recall, self._administration = admission, recall, administration
         self._admin = admin
         self.draining = False
         """Whether the edge is about to end: it is not ready for new work, and still does it."""
@@ -94,35 +95,15 @@ class Edge:
         except UntrustedError as error:
             return _unknown(error)
         request[TENANT] = grant.tenant
-        scope = _ADMINISTRATION.get(request.rel_url.raw_path)
+        scope = SCOPES.get(request.rel_url.raw_path)
         if scope is None:
             return _nothing()
         if scope not in grant.scopes:
             return _forbidden(scope)
         if scope is Scope.STATS:
-            return self._only(("GET", "HEAD"), request, Note("metrics")) or self._show_metrics()
+            return self._only(("GET", "HEAD"), request, Note("metrics")) or self._administration.show_metrics()
         note = Note(scope)
-        return self._only(("POST",), request, note) or await self._order(request, note, grant)
-
-    async def _order(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
-        """What changes the cache. Its type is asked for, which no page in a browser can send without asking us first."""
-        if request.content_type != "application/json":
-            return PlainResponse.line(note, 415, "send a body of type application/json", {})
-        body = await read_body(request, note)
-        if isinstance(body, PlainResponse):
-            return body
-        try:
-            return await self._purge(note, PurgeRequest.parse(body), grant)
-        except CorruptError as error:
-            return PlainResponse.line(note, 400, str(error), {})
-
-    async def _purge(self, note: Note, asked: PurgeRequest, grant: Grant) -> PlainResponse:
-        def chosen(key: str) -> bool:
-            return asked.covers(key) and self._admission.covers(grant, ModelTag(bytes.fromhex(key[3:35])))
-
-        purged = await purge(chosen, self._cache, self._fetcher, self._presence)
-        self._metrics.purged.inc(purged.objects)
-        return PlainResponse(Note(note.route, f"{purged.objects} objects"), 200, _JSON, purged.encode())
+        return self._only(("POST",), request, note) or await self._administration.order(request, note, grant)
 
     def _grant(self, request: web.BaseRequest, object_path: str | None) -> Grant:
         """What `request` may do. Raises UntrustedError."""
@@ -229,7 +210,7 @@ class Edge:
             return PlainResponse.line(note, 400, str(error), {})
         note = Note("match", f"{len(asked.keys)} blocks")
         if not self._admission.covers(grant, asked.tag):
-            return PlainResponse(note, 200, _JSON, MatchResult(()).encode())
+            return PlainResponse(note, 200, JSON_HEADERS, MatchResult(()).encode())
         try:
             result = await match_chain(self._recall.revoked.lead(asked.keys), self._presence)
         except UnavailableError as error:
@@ -237,11 +218,7 @@ class Edge:
         self._cache.announce(asked.keys[: len(result.sizes)])
         detail = {} if result.complete else {"Cache-Status": cache_status(CacheOutcome.HIT, Reason.ORIGIN_UNAVAILABLE)}
         note = Note("match", f"{len(result.sizes)} of {len(asked.keys)} blocks")
-        return PlainResponse(note, 200, {**_JSON, **detail}, result.encode())
-
-    def _show_metrics(self) -> PlainResponse:
-        headers = {"Content-Type": CONTENT_TYPE, "Cache-Control": NO_STORE}
-        return PlainResponse(Note("metrics"), 200, headers, self._metrics.render())
+        return PlainResponse(note, 200, {**JSON_HEADERS, **detail}, result.encode())
 
 
 def _nothing() -> PlainResponse:
@@ -259,11 +236,7 @@ def _forbidden(scope: Scope) -> PlainResponse:
 
 
 def _refuse(name: ObjectName, refused: Refused) -> PlainResponse:
-    refusal = refused.refusal
-    headers = {"Cache-Status": cache_status(refused.outcome, refusal.reason)}
-    if refusal.status in (503, 504):
-        headers["Retry-After"] = str(RETRY_SECONDS)
-    return PlainResponse.line(Note("object", name.short, refused.outcome), refusal.status, refusal.message, headers)
+    return PlainResponse.refusal(Note("object", name.short, refused.outcome), refused.refusal)
 
 
 def _without_body(note: Note, precondition: Precondition, headers: Mapping[str, str]) -> PlainResponse:

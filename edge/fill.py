@@ -99,6 +99,13 @@ class Fill:
             await self._moved(since)
         return self._lock.verified
 
+    async def ended(self) -> Refusal | None:
+        """Waits until the object is here, and stored where it is meant to be; else why it is not."""
+        since = time.monotonic()
+        while (state := self._lock.seen(time.monotonic(), since)).running:
+            await self._moved(since)
+        return None if state is FillState.DONE else self.refusal_for(state)
+
     def refusal_for(self, state: FillState) -> Refusal:
         """What to tell a reader who saw `state`, which is an end without the object."""
         if self.refusal is not None:

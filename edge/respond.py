@@ -14,7 +14,7 @@ from typing import Protocol
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from kvcdn.edge.outcome import BrokenFillError, CacheOutcome
+from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Refusal, cache_status
 from kvcdn.edge.sendfile import Sender
 
 SERVER = "kvcdn"
@@ -44,6 +44,11 @@ class Note:
     cache: CacheOutcome = CacheOutcome.NONE
 
 
+RETRY_SECONDS = 1
+
+JSON_HEADERS = {"Content-Type": "application/json", "Cache-Control": NO_STORE}
+
+
 class PlainResponse(web.Response):
     """A response whose body is at hand."""
 
@@ -58,6 +63,14 @@ class PlainResponse(web.Response):
         text = " ".join(message.split()) + "\n"
         headers = {"Content-Type": "text/plain; charset=utf-8", "Cache-Control": NO_STORE, **headers}
         return cls(note, status, headers, text.encode("utf-8", "replace"))
+
+    @classmethod
+    def refusal(cls, note: Note, refusal: Refusal) -> PlainResponse:
+        """Why there is no object."""
+        headers = {"Cache-Status": cache_status(note.cache, refusal.reason)}
+        if refusal.status in (503, 504):
+            headers["Retry-After"] = str(RETRY_SECONDS)
+        return cls.line(note, refusal.status, refusal.message, headers)
 
 
 class HeadResponse(web.StreamResponse):

@@ -20,7 +20,7 @@ from support.blocks import Document, make_document
 from support.command import kvcdn
 from support.edge_process import Reply, WatchedStore, ask, ask_part, edge_in_thread, metric, object_files, settle
 
-ORDERS = ("/v1/purge",)
+ORDERS = ("/v1/purge", "/v1/warm")
 
 JSON = {"Content-Type": "application/json"}
 
@@ -139,6 +139,11 @@ def test_an_order_needs_its_scope(idle: str, path: str, scope: Scope) -> None:
         (b'{"models": "0123"}', 400),
         (b'{"models": ["*"]}', 400),
         (b'{"what": true}', 400),
+        (b'{"model": "' + b"0" * 32 + b'"}', 400),
+        (b'{"model": "' + b"0" * 32 + b'", "addresses": []}', 400),
+        (b'{"model": "' + b"0" * 32 + b'", "addresses": ["../../lock"]}', 400),
+        (b'{"model": "' + b"0" * 32 + b'", "manifest": null}', 400),
+        (b'{"model": "../../index", "manifest": "' + b"0" * 64 + b'"}', 400),
         (b"[" * 100_000, 400),
         (b" " * (MAX_BODY_BYTES + 1), 413),
     ],
@@ -175,6 +180,74 @@ def test_a_tenant_purges_its_models_only(document: Document, store: WatchedStore
             assert {"objects": 0, "bytes": 0} == order(edge.url, "/v1/purge", asked, other).json()
         own = bearer(Grant("own", frozenset((Scope.PURGE,)), models=(str(document.model.tag),)))
         assert len(document.objects) == order(edge.url, "/v1/purge", {"all": True}, own).json()["objects"]
+
+
+def warmed(edge: ServingEdge, asked: Any) -> dict[str, Any]:
+    """The last answer, once nothing waits."""
+    deadline = time.monotonic() + 20
+    while (answer := order(edge.url, "/v1/warm", asked).json())["waiting"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return answer
+
+
+@pytest.mark.parametrize("by", ["manifest", "addresses"])
+def test_what_is_warmed_is_here(document: Document, store: WatchedStore, tmp_path: Path, by: str) -> None:
+    """Fetched once each, in the background, however often it is asked for; then readers hit."""
+    tag, manifest = str(document.model.tag), str(document.names.manifest_address)
+    asked = {"model": tag} | ({"manifest": manifest} if by == "manifest" else {"addresses": document.addresses})
+    objects = document.objects if by == "manifest" else document.blocks
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        first = order(edge.url, "/v1/warm", asked)
+        assert (202, len(objects)) == (first.status, first.json()["objects"])
+        assert {"objects": len(objects), "here": len(objects), "waiting": 0, "trouble": ""} == warmed(edge, asked)
+        assert 200 == order(edge.url, "/v1/warm", asked).status
+        assert sorted(objects) == sorted(store.streams)
+        store.down = True
+        assert list(objects.values()) == [ask(edge.url, "/" + key).body for key in objects]
+
+
+def test_what_cannot_be_warmed_is_told(document: Document, store: WatchedStore, tmp_path: Path) -> None:
+    """A manifest that does not exist is a 404; a block is a trouble that the order names, and the others come."""
+    tag = str(document.model.tag)
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        assert 404 == order(edge.url, "/v1/warm", {"model": tag, "manifest": "00" * 32}).status
+        answer = warmed(edge, {"model": tag, "addresses": ["00" * 32, *document.addresses]})
+        assert (len(document.blocks) + 1, len(document.blocks)) == (answer["objects"], answer["here"])
+        assert "00" * 32 in answer["trouble"]
+
+
+def test_what_has_no_room_is_told(document: Document, store: WatchedStore, tmp_path: Path) -> None:
+    """It is passed through once, and not again and again by who waits for it."""
+    with edge_in_thread(store, tmp_path / "cache", capacity=2 << 20) as edge:
+        edge.cache._eviction.capacity = 4096
+        answer = warmed(edge, {"model": str(document.model.tag), "addresses": document.addresses[:1]})
+        assert (0, True) == (answer["here"], "no room" in answer["trouble"])
+        warmed(edge, {"model": str(document.model.tag), "addresses": document.addresses[:1]})
+    assert 1 == len(store.streams)
+
+
+def test_a_tenant_warms_its_models_only(document: Document, store: WatchedStore, tmp_path: Path) -> None:
+    """Another model's documents are not there for it, and cost the origin nothing."""
+    issuers = tmp_path / "issuers"
+    issuers.write_text(f"{KEY.public.text}\n", encoding="utf-8")
+    other = bearer(Grant("other", frozenset((Scope.WARM,)), models=("qwen3-*",)))
+    asked = {"model": str(document.model.tag), "manifest": str(document.names.manifest_address)}
+    with edge_in_thread(store, tmp_path / "cache", issuers_file=issuers) as edge:
+        assert 404 == order(edge.url, "/v1/warm", asked, other).status
+    assert [] == store.streams
+
+
+def test_the_command_warms(document: Document, store: WatchedStore, tmp_path: Path) -> None:
+    """`kvcdn warm` ends when all is there; what it cannot do is one line and an exit code."""
+    tag, manifest = str(document.model.tag), str(document.names.manifest_address)
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        told = kvcdn("warm", manifest, "--model", tag, "--edge", edge.url, "--json").json
+        assert (len(document.objects), manifest) == (told["objects"], told["manifest"])
+        assert len(document.objects) == len(edge.cache)
+        assert 3 == kvcdn("warm", "00" * 32, "--model", tag, "--edge", edge.url).code
+        assert 2 == kvcdn("warm", "a document", "--model", tag, "--edge", edge.url).code
+    assert 5 == kvcdn("warm", manifest, "--model", tag, "--edge", edge.url).code
 
 
 def test_the_command_purges(document: Document, store: WatchedStore, tmp_path: Path) -> None:

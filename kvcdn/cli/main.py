@@ -31,6 +31,7 @@ from kvcdn.cli import (
     trust,
     upkeep,
     verify,
+    warm,
 )
 from kvcdn.cli.output import print_error
 from kvcdn.errors import KvcdnError, UsageError
@@ -60,6 +61,7 @@ app.command("rm")(remove.remove)
 app.command()(remove.retire)
 app.command()(revoke.revoke)
 app.command("cp")(copy.copy)
+app.command()(warm.warm)
 app.command()(purge.purge)
 app.command("gc")(upkeep.collect)
 app.command("fsck")(upkeep.check)
