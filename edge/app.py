@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping
 
 from aiohttp import web
 
 from kvcdn.access.grant import Grant, Scope
+from kvcdn.edge.administration import SCOPES, Administration
 from kvcdn.edge.admission import TENANT, Admission
+from kvcdn.edge.body import read_body
 from kvcdn.edge.conditions import Precondition, evaluate, range_applies
 from kvcdn.edge.fetch import Fetcher, Found, Refused
-from kvcdn.edge.match import MAX_BODY_BYTES, MatchRequest, MatchResult, match_chain
-from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
+from kvcdn.edge.match import MatchRequest, MatchResult, match_chain
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
-from kvcdn.edge.respond import IMMUTABLE, NO_STORE, FileResponse, FileSlice, HeadResponse, Note, PlainResponse
+from kvcdn.edge.recall import Recall
+from kvcdn.edge.respond import (
+    IMMUTABLE,
+    JSON_HEADERS,
+    NO_STORE,
+    RETRY_SECONDS,
+    FileResponse,
+    FileSlice,
+    HeadResponse,
+    Note,
+    PlainResponse,
+)
 from kvcdn.edge.storage import DiskCache, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.errors import CorruptError, UnavailableError, UntrustedError
@@ -25,23 +36,24 @@ from kvcdn.errors import CorruptError, UnavailableError, UntrustedError
 SMALL_BYTES = 64 * 1024
 """Bodies up to this are read and sent with their headers in one go: cheaper than a sendfile of their own."""
 
-BODY_SECONDS = 10.0
-"""What a client may take to send the body of a match."""
-
-RETRY_SECONDS = 1
-
-_JSON = {"Content-Type": "application/json", "Cache-Control": NO_STORE}
-
 
 class Edge:
     """Answers requests. Everything it needs is given; it owns nothing that must be closed."""
 
     def __init__(
-        self, fetcher: Fetcher, presence: Presence, cache: DiskCache, admission: Admission, metrics: Metrics, *, admin: bool
+        self,
+        fetcher: Fetcher,
+        presence: Presence,
+        cache: DiskCache,
+        admission: Admission,
+        recall: Recall,
+        administration: Administration,
+        *,
+        admin: bool,
     ) -> None:
         """`admin`: whether objects and administration share one address."""
         self._fetcher, self._presence, self._cache = fetcher, presence, cache
-        self._admission, self._metrics = admission, metrics
+        self._admission, self._recall, self._administration = admission, recall, administration
         self._admin = admin
         self.draining = False
         """Whether the edge is about to end: it is not ready for new work, and still does it."""
@@ -83,11 +95,15 @@ class Edge:
         except UntrustedError as error:
             return _unknown(error)
         request[TENANT] = grant.tenant
-        if request.rel_url.raw_path != "/metrics":
+        scope = SCOPES.get(request.rel_url.raw_path)
+        if scope is None:
             return _nothing()
-        if Scope.STATS not in grant.scopes:
-            return _forbidden(Scope.STATS)
-        return self._only(("GET", "HEAD"), request, Note("metrics")) or self._show_metrics()
+        if scope not in grant.scopes:
+            return _forbidden(scope)
+        if scope is Scope.STATS:
+            return self._only(("GET", "HEAD"), request, Note("metrics")) or self._administration.show_metrics()
+        note = Note(scope)
+        return self._only(("POST",), request, note) or await self._administration.order(request, note, grant)
 
     def _grant(self, request: web.BaseRequest, object_path: str | None) -> Grant:
         """What `request` may do. Raises UntrustedError."""
@@ -168,7 +184,9 @@ class Edge:
             return HeadResponse(note, status, headers)
         part_of_file = FileSlice(found.file, start, length, found.fill)
         if length > SMALL_BYTES:
-            return FileResponse(note, status, headers, part_of_file, lambda: self._drop(name))
+            response = FileResponse(note, status, headers, part_of_file, lambda: self._drop(name))
+            self._recall.attend(response, name)
+            return response
         try:
             body = await part_of_file.read()
         except BrokenFillError as error:
@@ -183,32 +201,24 @@ class Edge:
 
     async def _match(self, request: web.BaseRequest, grant: Grant) -> web.StreamResponse:
         note = Note("match")
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await _read_body(request)
-        except TimeoutError:
-            return _close(PlainResponse.line(note, 408, f"the body did not come within {BODY_SECONDS:.0f} s", {}))
-        if body is None:
-            return _close(PlainResponse.line(note, 413, f"a match has at most {MAX_BODY_BYTES} bytes", {}))
+        body = await read_body(request, note)
+        if isinstance(body, PlainResponse):
+            return body
         try:
             asked = MatchRequest.parse(body)
         except CorruptError as error:
             return PlainResponse.line(note, 400, str(error), {})
         note = Note("match", f"{len(asked.keys)} blocks")
         if not self._admission.covers(grant, asked.tag):
-            return PlainResponse(note, 200, _JSON, MatchResult(()).encode())
+            return PlainResponse(note, 200, JSON_HEADERS, MatchResult(()).encode())
         try:
-            result = await match_chain(asked.keys, self._presence)
+            result = await match_chain(self._recall.revoked.lead(asked.keys), self._presence)
         except UnavailableError as error:
             return PlainResponse.line(note, 504, str(error), {})
         self._cache.announce(asked.keys[: len(result.sizes)])
         detail = {} if result.complete else {"Cache-Status": cache_status(CacheOutcome.HIT, Reason.ORIGIN_UNAVAILABLE)}
         note = Note("match", f"{len(result.sizes)} of {len(asked.keys)} blocks")
-        return PlainResponse(note, 200, {**_JSON, **detail}, result.encode())
-
-    def _show_metrics(self) -> PlainResponse:
-        headers = {"Content-Type": CONTENT_TYPE, "Cache-Control": NO_STORE}
-        return PlainResponse(Note("metrics"), 200, headers, self._metrics.render())
+        return PlainResponse(note, 200, {**JSON_HEADERS, **detail}, result.encode())
 
 
 def _nothing() -> PlainResponse:
@@ -226,11 +236,7 @@ def _forbidden(scope: Scope) -> PlainResponse:
 
 
 def _refuse(name: ObjectName, refused: Refused) -> PlainResponse:
-    refusal = refused.refusal
-    headers = {"Cache-Status": cache_status(refused.outcome, refusal.reason)}
-    if refusal.status in (503, 504):
-        headers["Retry-After"] = str(RETRY_SECONDS)
-    return PlainResponse.line(Note("object", name.short, refused.outcome), refusal.status, refusal.message, headers)
+    return PlainResponse.refusal(Note("object", name.short, refused.outcome), refused.refusal)
 
 
 def _without_body(note: Note, precondition: Precondition, headers: Mapping[str, str]) -> PlainResponse:
@@ -238,24 +244,3 @@ def _without_body(note: Note, precondition: Precondition, headers: Mapping[str, 
         return PlainResponse(note, precondition.value, headers)
     message = "the object under this name has another entity tag"
     return PlainResponse.line(note, precondition.value, message, {**headers, "Cache-Control": NO_STORE})
-
-
-async def _read_body(request: web.BaseRequest) -> bytes | None:
-    """The request's body; None where it is larger than a match may be."""
-    if (request.content_length or 0) > MAX_BODY_BYTES:
-        return None
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
-    body = bytearray()
-    while piece := await request.content.readany():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            return None
-    return bytes(body)
-
-
-def _close(response: PlainResponse) -> PlainResponse:
-    """After `response` the connection ends: the rest of the request is not worth reading."""
-    response.force_close()
-    return response

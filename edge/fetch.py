@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,13 +25,14 @@ from kvcdn.edge.inspection import inspect_head
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origins
-from kvcdn.edge.outcome import REMEMBERED_SECONDS, CacheOutcome, Reason, Refusal
+from kvcdn.edge.outcome import REMEMBERED_SECONDS, BrokenFillError, CacheOutcome, Reason, Refusal
+from kvcdn.edge.revocations import Revoked
 from kvcdn.edge.staging import DISK_FULL, Memory, Room, Staging
 from kvcdn.edge.storage import DiskCache, Harm, OpenEntry
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
-from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, UnavailableError
+from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, RevokedError, UnavailableError
 from kvcdn.signing import TrustList
 
 RUNNING_FILLS = 8
@@ -82,9 +84,11 @@ class Refused:
 class Fetcher:
     """Finds objects. For the event loop's thread."""
 
-    def __init__(self, origins: Origins, cache: DiskCache, trust: TrustList | None, metrics: Metrics) -> None:
-        self._origins, self._cache, self._trust, self._metrics = origins, cache, trust, metrics
+    def __init__(self, origins: Origins, cache: DiskCache, revoked: Revoked, metrics: Metrics) -> None:
+        self._origins, self._cache, self._revoked, self._metrics = origins, cache, revoked, metrics
         self._fills: dict[str, Fill] = {}
+        self._alive: weakref.WeakSet[Fill] = weakref.WeakSet()
+        """Those that somebody holds, also after others took their places."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusals: FadingMemory[Refusal] = FadingMemory(REFUSALS_REMEMBERED)
         self._places = asyncio.Semaphore(RUNNING_FILLS)
@@ -93,6 +97,40 @@ class Fetcher:
 
     async def get(self, name: ObjectName) -> Found | Refused:
         """The object, or why there is none. Raises OSError where the process has no file descriptors left."""
+        refusal = self._revoked.refusal(name)
+        result = Refused(refusal, CacheOutcome.REFUSED) if refusal else await self._find(name)
+        # What was revoked in the meantime.
+        refusal = self._revoked.refusal(name)
+        if refusal is None or isinstance(result, Refused):
+            return result
+        result.file.close()
+        return Refused(refusal, CacheOutcome.REFUSED)
+
+    def recall(self) -> None:
+        """Ends fills of what is revoked by now."""
+        for fill in list(self._alive):
+            refusal = self._revoked.refusal(fill.name, fill.publisher)
+            if refusal is not None:
+                self._leave(fill)
+                fill.cut(refusal)
+
+    def disown(self, chosen: Callable[[str], bool]) -> None:
+        """Has what is on its way under `chosen` keys passed on to those who wait for it, and not kept."""
+        for fill in list(self._alive):
+            if chosen(fill.name.key):
+                self._leave(fill)
+                fill.wanted = False
+
+    async def confirm(self, key: str) -> None:
+        """Drops a cached object whose envelope does not hold, by the trust list of now."""
+        name = ObjectName.from_path(f"/{key}")
+        opened = self._cache.peek(key)
+        if name is not None and opened is not None:
+            if opened.entry.etag is None:
+                await self._confirm(name, opened)
+            opened.file.close()
+
+    async def _find(self, name: ObjectName) -> Found | Refused:
         opened = self._cache.open(name.key)
         if opened is not None and (etag := opened.entry.etag or await self._confirm(name, opened)) is not None:
             age = max(0, int(time.time() - opened.entry.stored_at))
@@ -111,10 +149,15 @@ class Fetcher:
     async def _confirm(self, name: ObjectName, opened: OpenEntry) -> str | None:
         """The tag of a file that an earlier process stored, from its envelope; None, and it is dropped, if that is bad."""
         try:
-            head = await in_thread(_check_file, name, opened, self._trust)
+            while True:
+                trust = self._revoked.trust
+                head = await in_thread(_check_file, name, opened, trust)
+                if trust is self._revoked.trust:
+                    break
         except (IntegrityError, OSError) as error:
             opened.file.close()
-            self._cache.drop(name.key, opened.entry, Harm.DAMAGED, str(error))
+            harm = Harm.REVOKED if isinstance(error, RevokedError) else Harm.DAMAGED
+            self._cache.drop(name.key, opened.entry, harm, str(error))
             return None
         opened.entry.etag = head
         return head
@@ -140,6 +183,7 @@ class Fetcher:
 
     def _begin(self, name: ObjectName) -> Fill:
         fill = self._fills[name.key] = Fill(name, WAIT_SECONDS + FILL_SECONDS)
+        self._alive.add(fill)
         # The fill outlives the request that began it.
         task = asyncio.create_task(self._run(fill), name=f"fill {name}")
         self._tasks.add(task)
@@ -155,8 +199,12 @@ class Fetcher:
         finally:
             fill.abandon()
             self._metrics.fills_running.dec()
-            if self._fills.get(fill.name.key) is fill:
-                del self._fills[fill.name.key]
+            self._leave(fill)
+
+    def _leave(self, fill: Fill) -> None:
+        """Who comes from now on does not join `fill`."""
+        if self._fills.get(fill.name.key) is fill:
+            del self._fills[fill.name.key]
 
     def _refuse(self, fill: Fill, refusal: Refusal) -> None:
         self._metrics.fills.labels(refusal.reason).inc()
@@ -164,7 +212,8 @@ class Fetcher:
             self._refusals.put(fill.name.key, refusal, seconds)
         if refusal.reason is not Reason.NOT_FOUND:
             log.warning("no %s: %s: %s", fill.name, refusal.reason, refusal.message)
-        fill.fail(refusal)
+        if fill.refusal is None:
+            fill.fail(refusal)
 
     async def _attempt(self, fill: Fill) -> Refusal | None:
         """None once the object is complete."""
@@ -179,8 +228,8 @@ class Fetcher:
                 raise UnavailableError(f"{name}: the edge is stopping")
             async with asyncio.timeout(FILL_SECONDS + HANG_SECONDS) as limit:
                 await self._receive(fill, limit)
-        except KvcdnError as error:
-            return Refusal.of(error)
+        except (KvcdnError, BrokenFillError) as error:
+            return Refusal.of(error) if isinstance(error, KvcdnError) else error.refusal
         except TimeoutError:
             return Refusal(Reason.ORIGIN_UNAVAILABLE, f"{name}: the origin or the disk hangs")
         except OSError as error:
@@ -195,15 +244,23 @@ class Fetcher:
 
     async def _receive(self, fill: Fill, limit: asyncio.Timeout) -> None:
         self._metrics.origin_requests.labels("get").inc()
-        arrival = await in_thread(Arrival.begin, self._origins, fill.name, self._trust)
+        arrival = await in_thread(Arrival.begin, self._origins, fill.name, self._revoked.trust)
+        fill.publisher = arrival.head.publisher
         limit.reschedule(asyncio.get_running_loop().time() + arrival.deadline - time.monotonic() + HANG_SECONDS)
         try:
             staging, room = await self._stage(fill.name, arrival.head.size)
         except BaseException:
             arrival.abandon()
             raise
+        refusal = fill.refusal or self._revoked.refusal(fill.name, fill.publisher)
+        if refusal is not None:
+            arrival.abandon()
+            staging.discard()
+            if room is not None:
+                self._cache.release(room)
+            raise BrokenFillError(refusal)
         fill.open(staging.spool, arrival.head.size, arrival.head.etag, arrival.deadline, stored=room is not None)
-        landing = asyncio.ensure_future(in_thread(_land, arrival, staging, self._stopping, _told(fill)))
+        landing = asyncio.ensure_future(in_thread(_land, arrival, staging, self._stopping, fill, _told(fill)))
         landing.add_done_callback(lambda done: self._landed(fill, room, done))
         try:
             # A thread that hangs keeps its room until it ends: what it may still write is counted.
@@ -212,6 +269,7 @@ class Fetcher:
             self._metrics.resumes.inc(arrival.resumes)
         self._metrics.origin_bytes.inc(fill.size)
         self._metrics.fills.labels("stored" if kept and room is not None else "passed").inc()
+        fill.require_uncut()
         fill.finish()
 
     def _landed(self, fill: Fill, room: Room | None, landing: asyncio.Future[bool]) -> None:
@@ -219,6 +277,9 @@ class Fetcher:
         kept = not landing.cancelled() and landing.exception() is None and landing.result()
         if room is not None and kept:
             self._cache.commit(room, fill.etag)
+            if not fill.wanted or self._revoked.refusal(fill.name, fill.publisher) is not None:
+                self._cache.remove([fill.name.key])
+                self._cache.delete_removed()
         elif room is not None:
             self._cache.release(room)
 
@@ -242,16 +303,19 @@ class Fetcher:
 _DISK_WORDS = {Reason.DISK_FULL: "is full", Reason.DISK_ERROR: "failed"}
 
 
-def _land(arrival: Arrival, staging: Staging, stopping: Event, tell: Callable[[int], None]) -> bool:
+def _land(arrival: Arrival, staging: Staging, stopping: Event, fill: Fill, tell: Callable[[int], None]) -> bool:
     """Receives an object and makes it durable; False where the disk does not: then it has passed through, and that is all.
 
-    Raises as `Arrival.land`, and leaves nothing behind.
+    Raises as `Arrival.land`, BrokenFillError where `fill` is cut, and leaves nothing behind.
     """
     try:
         arrival.land(staging, stopping, tell)
     except BaseException:
         staging.discard()
         raise
+    if not fill.wanted:
+        staging.discard()
+        return False
     try:
         staging.commit()
     except OSError as error:
@@ -266,6 +330,7 @@ def _told(fill: Fill) -> Callable[[int], None]:
     loop = asyncio.get_running_loop()
 
     def tell(verified: int) -> None:
+        fill.require_uncut()
         with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             loop.call_soon_threadsafe(fill.advance, verified)
 

@@ -13,6 +13,7 @@ from kvcdn.edge.fill_lock import FillLock, FillState
 from kvcdn.edge.outcome import PASSING_TROUBLES, BrokenFillError, Reason, Refusal
 from kvcdn.edge.staging import Spool
 from kvcdn.edge.target import ObjectName
+from kvcdn.signing import PublicKey
 
 WHOLE_BYTES = 64 * 1024
 """Objects up to this are answered when they are whole: a refusal then needs no broken connection to be told."""
@@ -30,6 +31,10 @@ class Fill:
         self.etag = ""
         self.stored = False
         """Whether the object is meant for the cache."""
+        self.wanted = True
+        """Whether the cache is to keep it still, now that it comes."""
+        self.publisher: PublicKey | None = None
+        """Who signed the object, once its envelope is here."""
         self.refusal: Refusal | None = None
         self._lock = FillLock(time.monotonic(), time.monotonic() + seconds)
         self._waiting: set[asyncio.Future[None]] = set()
@@ -61,6 +66,17 @@ class Fill:
         self._lock.fail(transient=refusal.reason in PASSING_TROUBLES)
         self._wake()
 
+    def cut(self, refusal: Refusal) -> None:
+        """The object must not be served any more, nor kept."""
+        self.wanted = False
+        if self._lock.state.running:
+            self.fail(refusal)
+
+    def require_uncut(self) -> None:
+        """Raises BrokenFillError after `cut`."""
+        if self.refusal is not None:
+            raise BrokenFillError(self.refusal)
+
     def abandon(self) -> None:
         """The writer is gone; does nothing after a verdict."""
         self._lock.abandon()
@@ -82,6 +98,13 @@ class Fill:
                 raise BrokenFillError(self.refusal_for(state))
             await self._moved(since)
         return self._lock.verified
+
+    async def ended(self) -> Refusal | None:
+        """Waits until the object is here, and stored where it is meant to be; else why it is not."""
+        since = time.monotonic()
+        while (state := self._lock.seen(time.monotonic(), since)).running:
+            await self._moved(since)
+        return None if state is FillState.DONE else self.refusal_for(state)
 
     def refusal_for(self, state: FillState) -> Refusal:
         """What to tell a reader who saw `state`, which is an end without the object."""

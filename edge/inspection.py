@@ -40,6 +40,7 @@ class ObjectHead:
     """Bytes of the whole object; the signature covers it."""
     etag: str
     body: BodyCheck
+    publisher: PublicKey | None
 
 
 class _ManifestBody:
@@ -87,11 +88,11 @@ def inspect_head(name: ObjectName, head: bytes, trust: TrustList | None) -> Obje
     if name.kind is Kind.BLOCK:
         header = open_header(head, what)
         _check_names(name, header.address, header.model, header.publisher, trust)
-        return ObjectHead(header.size, str(header.etag), SegmentVerifier(header))
+        return ObjectHead(header.size, str(header.etag), SegmentVerifier(header), header.publisher)
     size = envelope_size(head, MANIFEST_MAGIC, what)
     manifest = open_manifest(head[:size], what)
     _check_names(name, manifest.address, manifest.tag, manifest.publisher, trust)
-    return ObjectHead(size, str(hash_bytes(head[:size])), _ManifestBody(size, what))
+    return ObjectHead(size, str(hash_bytes(head[:size])), _ManifestBody(size, what), manifest.publisher)
 
 
 def _magic(kind: Kind) -> bytes:

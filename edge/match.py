@@ -12,17 +12,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvcdn.digest import ModelTag
+from kvcdn.edge.body import read_fields
 from kvcdn.edge.presence import RUNNING_STATS, Presence
 from kvcdn.errors import CorruptError, UnavailableError
-from kvcdn.fields import Fields
 
 MAX_ADDRESSES = 4096
-
-MAX_BODY_BYTES = 320 * 1024
-"""4,096 addresses of 67 bytes with quotes and comma, the model, and room for white space."""
 
 ASKED_TOGETHER = 4 * RUNNING_STATS
 """Sizes asked for in one go: keeps the threads busy, and bounds what a chain that is no chain costs the origin."""
@@ -42,11 +38,7 @@ class MatchRequest:
     @classmethod
     def parse(cls, body: bytes) -> MatchRequest:
         """Reads the JSON of a request. Raises CorruptError for anything else."""
-        try:
-            value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique)
-        except (ValueError, RecursionError):
-            raise CorruptError("match request: the body is not JSON") from None
-        fields = Fields(value, "match request")
+        fields = read_fields(body, "match request")
         tag = fields.fixed("model", ModelTag)
         addresses = fields.array("addresses", 0, MAX_ADDRESSES)
         fields.done()
@@ -134,10 +126,3 @@ def _leading(sizes: Sequence[int | None]) -> tuple[int, ...]:
             break
         leading.append(size)
     return tuple(leading)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key is given twice")
-    return value

@@ -32,5 +32,10 @@ class FadingMemory(Generic[T]):
             return None
         return item[1]
 
+    def forget(self, chosen: Callable[[str], bool]) -> None:
+        """Drops the entries whose keys are `chosen`."""
+        for key in [key for key in self._items if chosen(key)]:
+            del self._items[key]
+
     def __len__(self) -> int:
         return len(self._items)

@@ -55,6 +55,7 @@ class Metrics:
         )
         self._tenants: set[str] = set()
 
+        self.purged = Counter("kvcdn_edge_purged_objects", "Cached objects deleted on demand.", registry=self.registry)
         self.scrubbed = Counter(
             "kvcdn_edge_scrubbed_objects", "Cached files read again, by what was found.", ["finding"], registry=self.registry
         )

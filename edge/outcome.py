@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UntrustedError
+from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, RevokedError, UnavailableError, UntrustedError
 
 
 class CacheOutcome(StrEnum):
@@ -48,6 +48,7 @@ class Reason(StrEnum):
     NOT_FOUND = "not-found"
     CORRUPT = "corrupt"
     UNTRUSTED = "untrusted"
+    REVOKED = "revoked"
     ORIGIN_UNAVAILABLE = "origin-unavailable"
     DISK_FULL = "disk-full"
     DISK_ERROR = "disk-error"
@@ -59,6 +60,7 @@ STATUS = {
     Reason.NOT_FOUND: 404,
     Reason.CORRUPT: 502,
     Reason.UNTRUSTED: 502,
+    Reason.REVOKED: 410,
     Reason.ORIGIN_UNAVAILABLE: 504,
     Reason.DISK_FULL: 503,
     Reason.DISK_ERROR: 503,
@@ -73,6 +75,7 @@ REMEMBERED_SECONDS = {
     Reason.NOT_FOUND: 2.0,
     Reason.CORRUPT: 5.0,
     Reason.UNTRUSTED: 5.0,
+    Reason.REVOKED: 5.0,
     Reason.ORIGIN_UNAVAILABLE: 1.0,
 }
 """How long a refusal answers later requests: long enough to stop a stampede, short enough that what is published or repaired
@@ -101,6 +104,7 @@ class Refusal:
 
 _REASONS: tuple[tuple[type[KvcdnError], Reason], ...] = (
     (NotFoundError, Reason.NOT_FOUND),
+    (RevokedError, Reason.REVOKED),
     (UntrustedError, Reason.UNTRUSTED),
     (CorruptError, Reason.CORRUPT),
     (UnavailableError, Reason.ORIGIN_UNAVAILABLE),

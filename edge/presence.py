@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
@@ -39,6 +40,10 @@ class Presence:
         """The size of an object that is cached or was seen at the origin lately; None says nothing."""
         size = self._cache.size_of(key)
         return self._present.get(key) if size is None else size
+
+    def forget(self, chosen: Callable[[str], bool]) -> None:
+        """Forgets what was seen at the origin of the keys that are `chosen`."""
+        self._present.forget(chosen)
 
     async def size(self, key: str) -> int | None:
         """The object's size, or None where it does not exist; asks the origin if need be. Raises UnavailableError."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
@@ -12,7 +14,7 @@ from typing import Protocol
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from kvcdn.edge.outcome import BrokenFillError, CacheOutcome
+from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Refusal, cache_status
 from kvcdn.edge.sendfile import Sender
 
 SERVER = "kvcdn"
@@ -42,6 +44,11 @@ class Note:
     cache: CacheOutcome = CacheOutcome.NONE
 
 
+RETRY_SECONDS = 1
+
+JSON_HEADERS = {"Content-Type": "application/json", "Cache-Control": NO_STORE}
+
+
 class PlainResponse(web.Response):
     """A response whose body is at hand."""
 
@@ -56,6 +63,14 @@ class PlainResponse(web.Response):
         text = " ".join(message.split()) + "\n"
         headers = {"Content-Type": "text/plain; charset=utf-8", "Cache-Control": NO_STORE, **headers}
         return cls(note, status, headers, text.encode("utf-8", "replace"))
+
+    @classmethod
+    def refusal(cls, note: Note, refusal: Refusal) -> PlainResponse:
+        """Why there is no object."""
+        headers = {"Cache-Status": cache_status(note.cache, refusal.reason)}
+        if refusal.status in (503, 504):
+            headers["Retry-After"] = str(RETRY_SECONDS)
+        return cls.line(note, refusal.status, refusal.message, headers)
 
 
 class HeadResponse(web.StreamResponse):
@@ -115,6 +130,23 @@ class FileResponse(web.StreamResponse):
         self.note = note
         self.sent = 0
         self._source, self._on_short = source, on_short
+        self._transport: asyncio.Transport | None = None
+        self._cut = False
+
+    def cut(self) -> None:
+        """Ends the response where it is, as what it sends must not be served any more."""
+        self._cut = True
+        if self._transport is not None:
+            connection: socket.socket | None = self._transport.get_extra_info("socket")
+            if connection is not None:
+                # Whoever waits for the client to take more is woken: the sender watches a descriptor of its own.
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._transport.abort()
+
+    def begins(self, length: int) -> bytes:
+        """The first `length` bytes of the file that it sends, or fewer."""
+        return b"" if self._source.file.closed else os.pread(self._source.file.fileno(), length, 0)
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Sends headers and body. Raises ConnectionError where the client left, stalled, or must be cut off."""
@@ -123,6 +155,7 @@ class FileResponse(web.StreamResponse):
             transport = request.transport
             if transport is None or writer is None:
                 raise ConnectionResetError("the client left")
+            self._transport = transport
             try:
                 await self._send(transport, writer)
             except BaseException:
@@ -131,6 +164,7 @@ class FileResponse(web.StreamResponse):
                 raise
             return writer
         finally:
+            self._transport = None
             self._source.file.close()
 
     async def _send(self, transport: asyncio.Transport, writer: AbstractStreamWriter) -> None:
@@ -153,6 +187,8 @@ class FileResponse(web.StreamResponse):
         while self.sent < source.length:
             try:
                 count = await source.ready(self.sent)
+                if self._cut:
+                    raise ConnectionResetError("what is sent was revoked")
                 async with asyncio.timeout(STALL_SECONDS):
                     sent = await way(count)
             except BrokenFillError as error:

@@ -18,11 +18,12 @@ from io import FileIO
 
 from kvcdn.edge.inspection import BodyCheck, ObjectHead, inspect_head
 from kvcdn.edge.metrics import Metrics
+from kvcdn.edge.revocations import Revoked
 from kvcdn.edge.storage import DiskCache, Entry, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
-from kvcdn.errors import CorruptError, IntegrityError
+from kvcdn.errors import CorruptError, IntegrityError, RevokedError
 from kvcdn.signing import TrustList
 
 PIECES_PER_SECOND = 4
@@ -52,8 +53,8 @@ class Finding(StrEnum):
 class Scrub:
     """Checks the files of a cache, `rate` bytes a second. For the event loop's thread; reads and hashes in others."""
 
-    def __init__(self, cache: DiskCache, trust: TrustList | None, metrics: Metrics, rate: int) -> None:
-        self._cache, self._trust, self._metrics, self._rate = cache, trust, metrics, rate
+    def __init__(self, cache: DiskCache, revoked: Revoked, metrics: Metrics, rate: int) -> None:
+        self._cache, self._revoked, self._metrics, self._rate = cache, revoked, metrics, rate
         self._piece = min(max(rate // PIECES_PER_SECOND, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
         self._due = time.monotonic()
         """When the next byte may be read."""
@@ -94,7 +95,8 @@ class Scrub:
         try:
             await self._read(name, opened.file, opened.entry)
         except (IntegrityError, OSError) as error:
-            self._cache.drop(key, opened.entry, Harm.DAMAGED, f"the scrub found it damaged: {error}")
+            harm = Harm.REVOKED if isinstance(error, RevokedError) else Harm.DAMAGED
+            self._cache.drop(key, opened.entry, harm, f"the scrub found it {harm}: {error}")
             self._count(Finding.DAMAGED)
         else:
             self._count(Finding.SOUND)
@@ -104,7 +106,7 @@ class Scrub:
 
     async def _read(self, name: ObjectName, file: FileIO, entry: Entry) -> None:
         # The envelope is read once more with the pieces, which are what is paced.
-        head = await in_thread(_inspect, name, file, entry, self._trust)
+        head = await in_thread(_inspect, name, file, entry, self._revoked.trust)
         position = 0
         while position < entry.size:
             length = min(self._piece, entry.size - position)

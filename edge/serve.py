@@ -22,6 +22,7 @@ from aiohttp import web
 from kvcdn.access import listening
 from kvcdn.access.listening import ListenAddress
 from kvcdn.edge.access import AccessLogger, access_log
+from kvcdn.edge.administration import Administration
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.app import Edge
 from kvcdn.edge.fetch import Fetcher
@@ -30,9 +31,12 @@ from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origins
 from kvcdn.edge.presence import Presence
+from kvcdn.edge.recall import Recall
+from kvcdn.edge.revocations import KeptLists, Revoked, Watch
 from kvcdn.edge.scrub import Scrub
 from kvcdn.edge.settings import RELOADABLE, EdgeSettings
 from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.warm import Warming
 from kvcdn.errors import KvcdnError, UnavailableError, UsageError
 from kvcdn.signing import TrustList
 from kvcdn.store import BlobStore
@@ -163,9 +167,15 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
         metrics.watch(cache)
         metrics.watch_origins(origins)
         admission = Admission(settings)
-        fetcher = Fetcher(origins, cache, trust, metrics)
+        kept = KeptLists(cache.folder / "revocations")
+        revoked = Revoked(trust, kept.load(trust) if trust else None)
+        fetcher = Fetcher(origins, cache, revoked, metrics)
+        recall = Recall(revoked, cache, fetcher)
+        warming = Warming(fetcher, cache)
         alone = settings.admin_address is None
-        edge = Edge(fetcher, Presence(origins, cache, metrics), cache, admission, metrics, admin=alone)
+        presence = Presence(origins, cache, metrics)
+        administration = Administration(fetcher, presence, cache, warming, admission, metrics)
+        edge = Edge(fetcher, presence, cache, admission, recall, administration, admin=alone)
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(fetcher.stop)
             url = await stack.enter_async_context(_listening(settings, settings.address, edge.handle, metrics, tls))
@@ -173,7 +183,11 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             if settings.admin_address is not None:
                 listening = _listening(settings, settings.admin_address, edge.handle_admin, metrics, tls)
                 admin_url = await stack.enter_async_context(listening)
-            await stack.enter_async_context(Scrub(cache, trust, metrics, settings.scrub_bytes_per_second).running())
+            await stack.enter_async_context(recall.running())
+            await stack.enter_async_context(warming.running())
+            watch = Watch(revoked, origins, kept, settings.revocation_poll_seconds, recall.recall)
+            await stack.enter_async_context(watch.running())
+            await stack.enter_async_context(Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second).running())
             await stack.enter_async_context(_keeping_accounts(admission))
             yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, tls)
     finally:

@@ -88,6 +88,12 @@ class EdgeSettings(BaseSettings):
         default=None,
         description="Publishers whose objects may be cached, a key a line. Without it, any valid signature will do.",
     )
+    revocation_poll_seconds: float = Field(
+        default=15.0,
+        ge=0,
+        le=3600,
+        description="How often the origins are asked for what those on the trust list revoke. 0 does without.",
+    )
     token: SecretStr | None = Field(default=None, description="Bearer token of whoever may do everything.")
     token_file: Path | None = Field(default=None, description="File that holds the token, in place of `token`.")
     issuers_file: Path | None = Field(

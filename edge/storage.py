@@ -27,7 +27,7 @@ import secrets
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from io import FileIO
@@ -61,6 +61,8 @@ class Harm(StrEnum):
     RESIZED = "resized"
     DAMAGED = "damaged"
     """Its bytes are not what was stored, or the disk does not give them."""
+    REVOKED = "revoked"
+    """Nothing had: a list of revocations takes it back."""
 
 
 @dataclass(slots=True)
@@ -195,6 +197,23 @@ class DiskCache:
         entry = self._entries.get(key)
         if entry is not None:
             self.drop(key, entry, harm, words)
+
+    def remove(self, keys: Iterable[str]) -> list[int]:
+        """Forgets objects, whose files `delete_removed` deletes; the sizes of those that were here."""
+        gone = [(key, self._entries.pop(key)) for key in keys if key in self._entries]
+        for key, _ in gone:
+            self._eviction.remove(key)
+        self._departed.add([self._path(key, entry) for key, entry in gone])
+        return [entry.size for _, entry in gone]
+
+    def delete_removed(self) -> None:
+        """On return the files of everything removed before are deleted. For any thread: it may take long."""
+        self._departed.delete()
+
+    def doubt(self) -> None:
+        """Has every envelope checked again, at the next use."""
+        for entry in self._entries.values():
+            entry.etag = None
 
     def reserve(self, name: ObjectName, size: int) -> Room | None:
         """Sets room aside for an object of `size` bytes; None where the cap leaves none."""

@@ -20,6 +20,11 @@ class Fields:
         self._left: dict[str, Any] = dict(value)
         self._what = what
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields that nobody has asked for yet, sorted."""
+        return tuple(sorted(self._left))
+
     def _take(self, name: str) -> Any:
         try:
             return self._left.pop(name)

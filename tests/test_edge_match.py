@@ -15,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcdn.edge.match import MAX_ADDRESSES, MAX_BODY_BYTES, MatchRequest
+from kvcdn.edge.body import MAX_BODY_BYTES
+from kvcdn.edge.match import MAX_ADDRESSES, MatchRequest
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.errors import CorruptError
 from kvcdn.store import BlobInfo

@@ -24,12 +24,14 @@ from kvcdn.cli import (
     listing,
     origin,
     publish,
+    purge,
     remove,
     revoke,
     token,
     trust,
     upkeep,
     verify,
+    warm,
 )
 from kvcdn.cli.output import print_error
 from kvcdn.errors import KvcdnError, UsageError
@@ -59,6 +61,8 @@ app.command("rm")(remove.remove)
 app.command()(remove.retire)
 app.command()(revoke.revoke)
 app.command("cp")(copy.copy)
+app.command()(warm.warm)
+app.command()(purge.purge)
 app.command("gc")(upkeep.collect)
 app.command("fsck")(upkeep.check)
 app.command()(doctor.doctor)

@@ -1,0 +1,76 @@
+"""Administration: metrics, and the orders that change a cache, for those who are allowed to."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvcdn.access.grant import Grant, Scope
+from kvcdn.digest import ModelTag
+from kvcdn.edge.admission import Admission
+from kvcdn.edge.body import read_body
+from kvcdn.edge.fetch import Fetcher, Refused
+from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
+from kvcdn.edge.presence import Presence
+from kvcdn.edge.purge import PurgeRequest, purge
+from kvcdn.edge.respond import JSON_HEADERS, NO_STORE, RETRY_SECONDS, Note, PlainResponse
+from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.warm import Warming, WarmRequest
+from kvcdn.errors import CorruptError
+
+SCOPES = {"/metrics": Scope.STATS, "/v1/purge": Scope.PURGE, "/v1/warm": Scope.WARM}
+"""What is answered here, by path, and what a token has to permit for it."""
+
+
+class Administration:
+    """Carries out what `app` has found to be permitted."""
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        presence: Presence,
+        cache: DiskCache,
+        warming: Warming,
+        admission: Admission,
+        metrics: Metrics,
+    ) -> None:
+        self._fetcher, self._presence, self._cache, self._warming = fetcher, presence, cache, warming
+        self._admission, self._metrics = admission, metrics
+
+    def show_metrics(self) -> PlainResponse:
+        headers = {"Content-Type": CONTENT_TYPE, "Cache-Control": NO_STORE}
+        return PlainResponse(Note("metrics"), 200, headers, self._metrics.render())
+
+    async def order(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
+        """What changes the cache. A body's type is asked for that no page in a browser can send without asking us first."""
+        if request.content_type != "application/json":
+            return PlainResponse.line(note, 415, "send a body of type application/json", {})
+        body = await read_body(request, note)
+        if isinstance(body, PlainResponse):
+            return body
+        try:
+            if note.route == Scope.WARM:
+                return await self._warm(note, WarmRequest.parse(body), grant)
+            return await self._purge(note, PurgeRequest.parse(body), grant)
+        except CorruptError as error:
+            return PlainResponse.line(note, 400, str(error), {})
+
+    async def _purge(self, note: Note, asked: PurgeRequest, grant: Grant) -> PlainResponse:
+        def chosen(key: str) -> bool:
+            return asked.covers(key) and self._admission.covers(grant, ModelTag(bytes.fromhex(key[3:35])))
+
+        purged = await purge(chosen, self._cache, self._fetcher, self._presence)
+        self._metrics.purged.inc(purged.objects)
+        return PlainResponse(Note(note.route, f"{purged.objects} objects"), 200, JSON_HEADERS, purged.encode())
+
+    async def _warm(self, note: Note, asked: WarmRequest, grant: Grant) -> PlainResponse:
+        if not self._admission.covers(grant, asked.tag):
+            return PlainResponse.line(note, 404, f"there is no model {asked.tag}", {})
+        try:
+            warmed = await self._warming.order(asked)
+        except OSError as error:
+            message = f"the edge cannot open a file ({error.strerror})"
+            return PlainResponse.line(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
+        if isinstance(warmed, Refused):
+            return PlainResponse.refusal(Note(note.route, "", warmed.outcome), warmed.refusal)
+        note = Note(note.route, f"{warmed.here} of {warmed.objects} objects")
+        return PlainResponse(note, 200 if warmed.here == warmed.objects else 202, JSON_HEADERS, warmed.encode())

@@ -1,0 +1,164 @@
+"""Warming: objects are fetched ahead of their readers, in the background, a few at a time.
+
+An order is answered at once with how much of it is here. Who waits for all of it gives the same order again: what is on its way
+or waits is not taken twice, so that orders need no names and nothing has to be remembered of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from kvcdn.digest import Digest, ModelTag
+from kvcdn.edge.body import read_fields
+from kvcdn.edge.fetch import Fetcher, Refused
+from kvcdn.edge.memory import FadingMemory
+from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.target import Kind, ObjectName
+from kvcdn.errors import CorruptError
+from kvcdn.manifest import MAX_MANIFEST_BYTES, open_manifest
+
+WARMERS = 4
+"""Objects fetched at once: half of the places for fills, so that readers find one."""
+
+WAITING_OBJECTS = 65_536
+"""Objects that may wait, some 20 MB: sixteen of the longest documents."""
+
+MAX_ADDRESSES = 4096
+
+FAILURE_SECONDS = 10.0
+"""How long an order is told why an object is not here, before the next one has it tried again."""
+
+log = logging.getLogger("kvcdn.edge.warm")
+
+
+@dataclass(frozen=True)
+class WarmRequest:
+    """What is to be here: of the model `tag` a document, or blocks."""
+
+    tag: ModelTag
+    manifest: ObjectName | None
+    blocks: tuple[ObjectName, ...]
+
+    @classmethod
+    def parse(cls, body: bytes) -> WarmRequest:
+        """Reads the JSON of a request. Raises CorruptError for anything else."""
+        fields = read_fields(body, "warm request")
+        tag = fields.fixed("model", ModelTag)
+        match fields.names:
+            case ("manifest",):
+                return cls(tag, ObjectName(Kind.MANIFEST, tag, fields.fixed("manifest", Digest)), ())
+            case ("addresses",):
+                addresses = fields.array("addresses", 1, MAX_ADDRESSES)
+                parsed = [Digest.parse(address, "warm request: address") for address in addresses]
+                return cls(tag, None, tuple(ObjectName(Kind.BLOCK, tag, address) for address in dict.fromkeys(parsed)))
+            case _:
+                raise CorruptError("warm request: besides model it has one field, which is manifest or addresses")
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """How much of an order is here. `waiting` is on its way; what is neither could not be had, or found no place to wait."""
+
+    objects: int
+    here: int
+    waiting: int
+    trouble: str
+
+    def encode(self) -> bytes:
+        value = {"objects": self.objects, "here": self.here, "waiting": self.waiting, "trouble": self.trouble}
+        return json.dumps(value).encode("ascii")
+
+
+class Warming:
+    """Fetches what was ordered. For the event loop's thread."""
+
+    def __init__(self, fetcher: Fetcher, cache: DiskCache) -> None:
+        self._fetcher, self._cache = fetcher, cache
+        self._waiting: deque[ObjectName] = deque()
+        self._taken: set[str] = set()
+        """Keys of what waits or is on its way."""
+        self._failures: FadingMemory[str] = FadingMemory(WAITING_OBJECTS)
+        self._more = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Fetches while the context lasts; fills that run then are the fetcher's to end."""
+        tasks = [asyncio.create_task(self._work(), name="warm") for _ in range(WARMERS)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def order(self, asked: WarmRequest) -> Warmed | Refused:
+        """Has what was asked for fetched in the background; Refused where its manifest is not to be had."""
+        if asked.manifest is None:
+            return self._take(asked.blocks)
+        data = await self._read(asked.manifest)
+        if isinstance(data, Refused):
+            return data
+        manifest = open_manifest(data, str(asked.manifest))
+        blocks = [ObjectName(Kind.BLOCK, asked.tag, block.address) for block in manifest.blocks]
+        return self._take([asked.manifest, *blocks])
+
+    def _take(self, names: Sequence[ObjectName]) -> Warmed:
+        missing = [name for name in names if self._cache.size_of(name.key) is None]
+        trouble = ""
+        for name in missing:
+            failure = self._failures.get(name.key)
+            if failure is not None:
+                trouble = trouble or failure
+            elif name.key not in self._taken and len(self._waiting) < WAITING_OBJECTS:
+                self._taken.add(name.key)
+                self._waiting.append(name)
+        self._more.set()
+        waiting = sum(name.key in self._taken for name in missing)
+        return Warmed(len(names), len(names) - len(missing), waiting, trouble)
+
+    async def _work(self) -> None:
+        while True:
+            while not self._waiting:
+                self._more.clear()
+                await self._more.wait()
+            name = self._waiting.popleft()
+            try:
+                failure = await self._fetch(name)
+            except OSError as error:
+                failure = f"{name}: the edge cannot open a file ({error.strerror})"
+            finally:
+                self._taken.discard(name.key)
+            if failure is not None:
+                log.warning("not warmed: %s", failure)
+                self._failures.put(name.key, failure, FAILURE_SECONDS)
+
+    async def _fetch(self, name: ObjectName) -> str | None:
+        """Waits until `name` is in the cache; why it is not."""
+        if self._cache.size_of(name.key) is not None:
+            return None
+        found = await self._fetcher.get(name)
+        if isinstance(found, Refused):
+            return found.refusal.message
+        found.file.close()
+        refusal = None if found.fill is None else await found.fill.ended()
+        if refusal is not None:
+            return refusal.message
+        return None if self._cache.size_of(name.key) is not None else f"{name}: the cache has no room for it"
+
+    async def _read(self, name: ObjectName) -> bytes | Refused:
+        """A manifest, whole."""
+        found = await self._fetcher.get(name)
+        if isinstance(found, Refused):
+            return found
+        with found.file as file:
+            refusal = None if found.fill is None else await found.fill.ended()
+            if refusal is not None:
+                return Refused(refusal, found.outcome)
+            return os.pread(file.fileno(), MAX_MANIFEST_BYTES, 0)
