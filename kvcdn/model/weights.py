@@ -6,11 +6,13 @@ a recomputation of some tokens.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from blake3 import blake3
@@ -35,18 +37,59 @@ def sample_weights(model: PreTrainedModel) -> Digest:
     A checkpoint's files are fingerprinted once; what is done to the model afterwards is not in them. torch counts writes to a
     tensor, but not those through `.data`, as which adapters are merged.
     """
-    hasher = blake3()
-    samples: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    with torch.inference_mode():
+    places = _places.get(model)
+    if places is None or not places.stand():
+        places = _places[model] = _Places(model)
+    return places.digest()
+
+
+class _Places:
+    """Where the values are that are looked at: found once, since a look comes before every prompt, beside busy threads."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._tables = [
+            (table, tuple(table.values()))
+            for module in model.modules()
+            for table in (module._parameters, module._buffers, module._modules)  # noqa: SLF001 - torch has no other way to see a change
+            if table
+        ]
+        self._pointers: list[tuple[torch.Tensor, int]] = []
+        self._forms = b""
+        self._views: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._scattered: list[torch.Tensor] = []
         for tensor in chain(model.parameters(), model.buffers()):
-            hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            if tensor.numel() and tensor.device.type != "meta":
-                flat = tensor.detach().reshape(-1)
-                samples[tensor.device, tensor.dtype].append(flat[:: max(flat.shape[0] // _SAMPLES, 1)])
-        for taken in samples.values():
+            self._forms += f"{tensor.dtype} {tuple(tensor.shape)}\n".encode()
+            if tensor.is_meta or not tensor.numel():
+                continue
+            self._pointers.append((tensor, tensor.data_ptr()))
+            if tensor.is_contiguous():
+                self._views[tensor.device, tensor.dtype].append(_sampled(tensor))
+            else:
+                self._scattered.append(tensor)
+
+    def stand(self) -> bool:
+        """Whether every tensor of the model is still the one it was, in the same memory."""
+        return all(
+            len(table) == len(values) and all(map(operator.is_, table.values(), values)) for table, values in self._tables
+        ) and all(tensor.data_ptr() == pointer for tensor, pointer in self._pointers)
+
+    def digest(self) -> Digest:
+        hasher = blake3(self._forms)
+        with torch.inference_mode():
             # One copy from the device for all tensors of a dtype.
-            hasher.update(bytes(torch.cat(taken).cpu().view(torch.uint8).numpy()))
-    return Digest(hasher.digest())
+            groups = [torch.cat(views) for views in self._views.values()] + [_sampled(tensor) for tensor in self._scattered]
+            for values in groups:
+                hasher.update(bytes(values.cpu().contiguous().view(torch.uint8).numpy()))
+        return Digest(hasher.digest())
+
+
+_places: WeakKeyDictionary[PreTrainedModel, _Places] = WeakKeyDictionary()
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """Values of `tensor`, evenly spaced; a view of its memory where it is contiguous."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(flat.shape[0] // _SAMPLES, 1)]
 
 
 def require_checkpoint_weights(model: Any, folder: Path) -> None:
