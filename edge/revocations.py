@@ -132,8 +132,6 @@ class Watch:
         tasks = []
         if trust is not None and self._seconds:
             tasks = [asyncio.create_task(self._watch(trust), name="revocations")]
-        elif trust is None:
-            log.info("no trust_file: nobody is asked for revocations")
         try:
             yield
         finally:
