@@ -36,11 +36,15 @@ class Administration:
         self._fetcher, self._presence, self._cache, self._warming = fetcher, presence, cache, warming
         self._admission, self._metrics = admission, metrics
 
-    def show_metrics(self) -> PlainResponse:
+    async def answer(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
+        """Metrics, or what becomes of an order; `note` says which."""
+        return self._show_metrics() if note.route == "metrics" else await self._order(request, note, grant)
+
+    def _show_metrics(self) -> PlainResponse:
         headers = {"Content-Type": CONTENT_TYPE, "Cache-Control": NO_STORE}
         return PlainResponse(Note("metrics"), 200, headers, self._metrics.render())
 
-    async def order(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
+    async def _order(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
         """What changes the cache. A body's type is asked for that no page in a browser can send without asking us first."""
         if request.content_type != "application/json":
             return PlainResponse.line(note, 415, "send a body of type application/json", {})

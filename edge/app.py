@@ -98,12 +98,22 @@ class Edge:
         scope = SCOPES.get(request.rel_url.raw_path)
         if scope is None:
             return _nothing()
+        methods: tuple[str, ...]
+        if scope is Scope.STATS:
+            methods, note = ("GET", "HEAD"), Note("metrics")
+        else:
+            methods, note = ("POST",), Note(scope)
+        refusal = self._forbids(scope, grant) or self._only(methods, request, note)
+        return refusal or await self._administration.answer(request, note, grant)
+
+    def _forbids(self, scope: Scope, grant: Grant) -> PlainResponse | None:
         if scope not in grant.scopes:
             return _forbidden(scope)
-        if scope is Scope.STATS:
-            return self._only(("GET", "HEAD"), request, Note("metrics")) or self._administration.show_metrics()
-        note = Note(scope)
-        return self._only(("POST",), request, note) or await self._administration.order(request, note, grant)
+        if scope is not Scope.STATS and self._admin and self._admission.guard.is_open:
+            # Who can read could give orders: everybody, where a proxy stands before an edge on loopback.
+            message = f"to {scope}, use a token or the address of administration: set token_file, issuers_file or admin_listen"
+            return PlainResponse.line(Note("denied"), 403, message, {})
+        return None
 
     def _grant(self, request: web.BaseRequest, object_path: str | None) -> Grant:
         """What `request` may do. Raises UntrustedError."""

@@ -132,8 +132,6 @@ class Watch:
         tasks = []
         if trust is not None and self._seconds:
             tasks = [asyncio.create_task(self._watch(trust), name="revocations")]
-        elif trust is None:
-            log.info("no trust_file: nobody is asked for revocations")
         try:
             yield
         finally:
@@ -146,13 +144,19 @@ class Watch:
         if self._revoked.known.lists:
             # A signer may have come onto the trust list, or off it, while the edge was down.
             await self._recall()
+        done = self._revoked.known
         while True:
-            before = self._revoked.known
-            for signer in trust.names:
-                for origin in self._origins.each:
-                    await self._ask(origin, signer, trust)
-            if self._revoked.known is not before:
-                await self._recall()
+            try:
+                for signer in trust.names:
+                    for origin in self._origins.each:
+                        await self._ask(origin, signer, trust)
+                known = self._revoked.known
+                if known is not done:
+                    await self._recall()
+                    done = known
+            except Exception:
+                # Whatever it was: what is known is honoured before each answer, and the next round tries again.
+                log.exception("the recall of what is revoked failed")
             await asyncio.sleep(self._seconds)
 
     async def _ask(self, origin: Origin, signer: PublicKey, trust: TrustList) -> None:

@@ -138,6 +138,8 @@ async def _serve_until_signal(
             f"{len(edge.cache)} objects, {_readable(edge.cache.used)} of {_readable(edge.cache.capacity)}\n"
         )
         sys.stderr.flush()
+        if settings.trust_file is None:
+            log.info("there is no trust_file: nobody is asked for revocations")
         if settings.ready_file is not None:
             _announce(settings.ready_file, edge)
         await stop.wait()

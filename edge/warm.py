@@ -133,6 +133,9 @@ class Warming:
                 failure = await self._fetch(name)
             except OSError as error:
                 failure = f"{name}: the edge cannot open a file ({error.strerror})"
+            except Exception:
+                log.exception("warming %s failed", name)
+                failure = f"{name}: the edge failed, its log says how"
             finally:
                 self._taken.discard(name.key)
             if failure is not None:

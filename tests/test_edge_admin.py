@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from kvcdn.access.grant import Grant, Scope
 from kvcdn.edge.body import MAX_BODY_BYTES
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.stores.memory import MemoryStore
+from support import edge_process
 from support.blocks import Document, make_document
 from support.command import kvcdn
-from support.edge_process import Reply, WatchedStore, ask, ask_part, edge_in_thread, metric, object_files, settle
+from support.edge_process import Reply, WatchedStore, ask, ask_part, metric, object_files, settle
 
 ORDERS = ("/v1/purge", "/v1/warm")
 
@@ -35,6 +37,11 @@ def store(document: Document) -> WatchedStore:
     store = WatchedStore(MemoryStore())
     document.publish(store)
     return store
+
+
+def edge_in_thread(store: WatchedStore, cache: Path, **more: Any) -> AbstractContextManager[ServingEdge]:
+    """An edge with an address for administration."""
+    return edge_process.edge_in_thread(store, cache, admin_listen="127.0.0.1:0", **more)
 
 
 def order(url: str, path: str, value: Any, headers: dict[str, str] | None = None) -> Reply:
@@ -59,12 +66,12 @@ def test_what_is_purged_is_gone(document: Document, store: WatchedStore, tmp_pat
     objects = document.objects if by != "addresses" else {key: document.blocks[key] for key in list(document.blocks)[:2]}
     with edge_in_thread(store, tmp_path / "cache") as edge:
         fill(edge, document)
-        reply = order(edge.url, "/v1/purge", asked)
+        reply = order(edge.admin_url, "/v1/purge", asked)
         assert {"objects": len(objects), "bytes": sum(map(len, objects.values()))} == reply.json()
         left = len(document.objects) - len(objects)
         assert left == len(object_files(tmp_path / "cache"))
-        assert len(objects) == metric(edge.url, "kvcdn_edge_purged_objects_total")
-        assert {"objects": 0, "bytes": 0} == order(edge.url, "/v1/purge", asked).json()
+        assert len(objects) == metric(edge.admin_url, "kvcdn_edge_purged_objects_total")
+        assert {"objects": 0, "bytes": 0} == order(edge.admin_url, "/v1/purge", asked).json()
     with edge_in_thread(store, tmp_path / "cache") as edge:
         assert left == len(edge.cache)
         key = next(iter(document.blocks))
@@ -76,7 +83,7 @@ def test_others_stay(document: Document, store: WatchedStore, tmp_path: Path) ->
     with edge_in_thread(store, tmp_path / "cache") as edge:
         fill(edge, document)
         for asked in ({"addresses": ["00" * 32]}, {"models": ["00" * 16]}):
-            assert {"objects": 0, "bytes": 0} == order(edge.url, "/v1/purge", asked).json()
+            assert {"objects": 0, "bytes": 0} == order(edge.admin_url, "/v1/purge", asked).json()
         assert len(document.objects) == len(object_files(tmp_path / "cache"))
 
 
@@ -87,13 +94,13 @@ def test_a_running_fill_is_passed_on_and_not_kept(document: Document, store: Wat
     with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(1) as pool:
         reader = pool.submit(ask_part, edge.url, "/" + key)
         assert store.streaming.wait(20)
-        assert 200 == order(edge.url, "/v1/purge", {"all": True}).status
+        assert 200 == order(edge.admin_url, "/v1/purge", {"all": True}).status
         store.go.set()
         assert data == reader.result().body
-        settle(edge.url)
+        settle(edge.admin_url)
         assert [] == object_files(tmp_path / "cache")
         assert data == ask(edge.url, "/" + key).body
-        settle(edge.url)
+        settle(edge.admin_url)
         assert 1 == len(object_files(tmp_path / "cache"))
     assert [key] * 2 == store.streams
 
@@ -102,9 +109,7 @@ def test_a_running_fill_is_passed_on_and_not_kept(document: Document, store: Wat
 def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("idle")
     (folder / "issuers").write_text(f"{KEY.public.text}\n", encoding="utf-8")
-    with edge_in_thread(
-        WatchedStore(MemoryStore()), folder / "cache", issuers_file=folder / "issuers", admin_listen="127.0.0.1:0"
-    ) as edge:
+    with edge_in_thread(WatchedStore(MemoryStore()), folder / "cache", issuers_file=folder / "issuers") as edge:
         yield f"{edge.url} {edge.admin_url}"
 
 
@@ -156,6 +161,16 @@ def test_a_bad_order_is_refused(idle: str, path: str, body: bytes, status: int) 
 
 
 @pytest.mark.parametrize("path", ORDERS)
+def test_who_only_reads_cannot_order(document: Document, store: WatchedStore, tmp_path: Path, path: str) -> None:
+    """Where nobody needs a token and there is one address for all, such as behind a proxy on loopback."""
+    with edge_process.edge_in_thread(store, tmp_path / "cache") as edge:
+        fill(edge, document)
+        reply = order(edge.url, path, {"all": True})
+        assert (403, True) == (reply.status, b"admin_listen" in reply.body)
+        assert len(document.objects) == len(edge.cache)
+
+
+@pytest.mark.parametrize("path", ORDERS)
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 def test_a_page_in_a_browser_cannot_order(
     document: Document, store: WatchedStore, tmp_path: Path, path: str, kind: str
@@ -163,8 +178,8 @@ def test_a_page_in_a_browser_cannot_order(
     """On loopback nobody is asked for a token; what a page may send unasked has one of these types, and is refused."""
     with edge_in_thread(store, tmp_path / "cache") as edge:
         fill(edge, document)
-        assert 415 == ask(edge.url, path, "POST", {"Content-Type": kind}, b'{"all": true}').status
-        assert 405 == ask(edge.url, path, "OPTIONS").status
+        assert 415 == ask(edge.admin_url, path, "POST", {"Content-Type": kind}, b'{"all": true}').status
+        assert 405 == ask(edge.admin_url, path, "OPTIONS").status
         assert len(document.objects) == len(edge.cache)
 
 
@@ -177,15 +192,15 @@ def test_a_tenant_purges_its_models_only(document: Document, store: WatchedStore
         fill(edge, document, everything)
         other = bearer(Grant("other", frozenset((Scope.PURGE,)), models=("qwen3-*",)))
         for asked in ({"all": True}, {"models": [str(document.model.tag)]}, {"addresses": document.addresses}):
-            assert {"objects": 0, "bytes": 0} == order(edge.url, "/v1/purge", asked, other).json()
+            assert {"objects": 0, "bytes": 0} == order(edge.admin_url, "/v1/purge", asked, other).json()
         own = bearer(Grant("own", frozenset((Scope.PURGE,)), models=(str(document.model.tag),)))
-        assert len(document.objects) == order(edge.url, "/v1/purge", {"all": True}, own).json()["objects"]
+        assert len(document.objects) == order(edge.admin_url, "/v1/purge", {"all": True}, own).json()["objects"]
 
 
 def warmed(edge: ServingEdge, asked: Any) -> dict[str, Any]:
     """The last answer, once nothing waits."""
     deadline = time.monotonic() + 20
-    while (answer := order(edge.url, "/v1/warm", asked).json())["waiting"]:
+    while (answer := order(edge.admin_url, "/v1/warm", asked).json())["waiting"]:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return answer
@@ -198,10 +213,10 @@ def test_what_is_warmed_is_here(document: Document, store: WatchedStore, tmp_pat
     asked = {"model": tag} | ({"manifest": manifest} if by == "manifest" else {"addresses": document.addresses})
     objects = document.objects if by == "manifest" else document.blocks
     with edge_in_thread(store, tmp_path / "cache") as edge:
-        first = order(edge.url, "/v1/warm", asked)
+        first = order(edge.admin_url, "/v1/warm", asked)
         assert (202, len(objects)) == (first.status, first.json()["objects"])
         assert {"objects": len(objects), "here": len(objects), "waiting": 0, "trouble": ""} == warmed(edge, asked)
-        assert 200 == order(edge.url, "/v1/warm", asked).status
+        assert 200 == order(edge.admin_url, "/v1/warm", asked).status
         assert sorted(objects) == sorted(store.streams)
         store.down = True
         assert list(objects.values()) == [ask(edge.url, "/" + key).body for key in objects]
@@ -211,7 +226,7 @@ def test_what_cannot_be_warmed_is_told(document: Document, store: WatchedStore, 
     """A manifest that does not exist is a 404; a block is a trouble that the order names, and the others come."""
     tag = str(document.model.tag)
     with edge_in_thread(store, tmp_path / "cache") as edge:
-        assert 404 == order(edge.url, "/v1/warm", {"model": tag, "manifest": "00" * 32}).status
+        assert 404 == order(edge.admin_url, "/v1/warm", {"model": tag, "manifest": "00" * 32}).status
         answer = warmed(edge, {"model": tag, "addresses": ["00" * 32, *document.addresses]})
         assert (len(document.blocks) + 1, len(document.blocks)) == (answer["objects"], answer["here"])
         assert "00" * 32 in answer["trouble"]
@@ -234,7 +249,7 @@ def test_a_tenant_warms_its_models_only(document: Document, store: WatchedStore,
     other = bearer(Grant("other", frozenset((Scope.WARM,)), models=("qwen3-*",)))
     asked = {"model": str(document.model.tag), "manifest": str(document.names.manifest_address)}
     with edge_in_thread(store, tmp_path / "cache", issuers_file=issuers) as edge:
-        assert 404 == order(edge.url, "/v1/warm", asked, other).status
+        assert 404 == order(edge.admin_url, "/v1/warm", asked, other).status
     assert [] == store.streams
 
 
@@ -242,25 +257,25 @@ def test_the_command_warms(document: Document, store: WatchedStore, tmp_path: Pa
     """`kvcdn warm` ends when all is there; what it cannot do is one line and an exit code."""
     tag, manifest = str(document.model.tag), str(document.names.manifest_address)
     with edge_in_thread(store, tmp_path / "cache") as edge:
-        told = kvcdn("warm", manifest, "--model", tag, "--edge", edge.url, "--json").json
+        told = kvcdn("warm", manifest, "--model", tag, "--edge", edge.admin_url, "--json").json
         assert (len(document.objects), manifest) == (told["objects"], told["manifest"])
         assert len(document.objects) == len(edge.cache)
-        assert 3 == kvcdn("warm", "00" * 32, "--model", tag, "--edge", edge.url).code
-        assert 2 == kvcdn("warm", "a document", "--model", tag, "--edge", edge.url).code
-    assert 5 == kvcdn("warm", manifest, "--model", tag, "--edge", edge.url).code
+        assert 3 == kvcdn("warm", "00" * 32, "--model", tag, "--edge", edge.admin_url).code
+        assert 2 == kvcdn("warm", "a document", "--model", tag, "--edge", edge.admin_url).code
+    assert 5 == kvcdn("warm", manifest, "--model", tag, "--edge", edge.admin_url).code
 
 
 def test_the_command_purges(document: Document, store: WatchedStore, tmp_path: Path) -> None:
     """`kvcdn purge` says how much went; what it cannot do is one line and an exit code."""
     with edge_in_thread(store, tmp_path / "cache", token="secret-of-these-tests") as edge:
         fill(edge, document, {"Authorization": "Bearer secret-of-these-tests"})
-        where = ["--edge", edge.url, "--token", "secret-of-these-tests"]
+        where = ["--edge", edge.admin_url, "--token", "secret-of-these-tests"]
         first = kvcdn("purge", document.addresses[0], *where, "--json").json
         size = len(next(iter(document.blocks.values())))
-        assert {"edge": edge.url, "objects": 1, "bytes": size} == first
+        assert {"edge": edge.admin_url, "objects": 1, "bytes": size} == first
         assert len(document.objects) - 1 == kvcdn("purge", "--model", str(document.model.tag), *where, "--json").json["objects"]
         assert "0 objects" in kvcdn("purge", "--all", *where).out
-        assert 4 == kvcdn("purge", "--all", "--edge", edge.url).code
+        assert 4 == kvcdn("purge", "--all", "--edge", edge.admin_url).code
     assert 5 == kvcdn("purge", "--all", *where).code
     for wrong in ([], ["--all", "--model", "00" * 16], ["abc"], ["--model", "qwen3"]):
         assert 2 == kvcdn("purge", *wrong, *where).code

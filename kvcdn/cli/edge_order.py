@@ -28,7 +28,7 @@ def order(edge: str, path: str, token: str | None, value: Mapping[str, Any]) -> 
 
     Raises UsageError where it refuses the request, UntrustedError the token, NotFoundError, UnavailableError.
     """
-    if not edge.startswith(("http://", "https://")):
+    if not edge.startswith(("http://", "https://")) or "," in edge:
         raise UsageError(f"--edge takes one URL such as http://127.0.0.1:8400, not {edge[:200]!r}")
     import urllib3  # noqa: PLC0415 - see kvcdn.cli
 
@@ -60,7 +60,9 @@ def order(edge: str, path: str, token: str | None, value: Mapping[str, Any]) -> 
 def _refusal(status: int, message: str) -> KvcdnError:
     match status:
         case 401 | 403:
-            return UntrustedError(message, hint="give a token with the scope: --token or KVCDN_TOKEN")
+            return UntrustedError(
+                message, hint="give a token with the scope (--token or KVCDN_TOKEN), at the address of administration"
+            )
         case 404 | 410:
             return NotFoundError(message, hint="does --edge name the edge's address of administration?")
         case _ if status < 500:  # noqa: PLR2004 - HTTP's own number
