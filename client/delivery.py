@@ -105,6 +105,11 @@ class Delivery:
         return self._next_layer == len(self.wanted)
 
     @property
+    def segments_read(self) -> int:
+        """How many layers have been read, or passed over."""
+        return self._next_layer if self.header is not None else 0
+
+    @property
     def complete(self) -> bool:
         """Whether all that is wanted is in its rows."""
         return self.computed or (self.arrived and self._aside is None)

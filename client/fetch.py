@@ -122,7 +122,7 @@ class PrefixFetch:
         self._ranged = len(read) > STREAMED_BLOCKS
         self._narrow = min(count, WIDTH_BESIDE_COMPUTING) if device.type == "cpu" else count
         self.width = count
-        self._arrivals: deque[tuple[float, int]] = deque([(self.started, 0)], maxlen=ARRIVALS)
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=ARRIVALS)
         self._busy: set[int] = set()
         self._idle: list[tuple[tuple[int, int], Delivery]] = []
         for one in read:
@@ -330,7 +330,7 @@ class PrefixFetch:
                 self._fail(one, UnavailableError(f"block {one.name.address} could not be loaded: {error!r}"))
             with self._changed:
                 self._busy.discard(one.name.index)
-                self._note_arrival()
+                self._note_arrival(one)
                 if one.arrived:
                     self.seconds = time.perf_counter() - self.started
                 elif not one.stopped:
@@ -342,9 +342,10 @@ class PrefixFetch:
             for _, one in self._idle:
                 one.close()
 
-    def _note_arrival(self) -> None:
+    def _note_arrival(self, one: Delivery) -> None:
+        """Segments are counted, from the first on: connections, requests and headers say little of how fast bytes come."""
         total = self.bytes_fetched
-        if total > self._arrivals[-1][1]:
+        if one.segments_read and (not self._arrivals or total > self._arrivals[-1][1]):
             self._arrivals.append((time.perf_counter(), total))
 
     def _fail(self, failed: Delivery, error: KvcdnError) -> None:

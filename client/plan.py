@@ -224,6 +224,10 @@ def _fastest(expected: Expected, progress: Progress) -> Decision:
     if fetch <= turn * min(both, compute) or fetch + progress.spent_s <= limit:
         return Decision(Mode.FETCH, expected, f"fetching takes {seconds(fetch)}, prefilling {seconds(compute)}")
     fetching = "fetching will not end" if math.isinf(fetch) else f"fetching takes {seconds(fetch)}"
+    hardly_tried = progress.running is Mode.FETCH and progress.spent_s < PROBE_SHARE * compute and math.isfinite(fetch)
+    if hardly_tried:
+        # A fetch that is given up does not come back: not for what its first moments say.
+        return Decision(Mode.BOTH, expected, f"{fetching} by its first moments, so computing begins beside it")
     if both > compute * (1 / TURN if progress.running is Mode.BOTH else WORTHLESS):
         return Decision(Mode.COMPUTE, expected, f"{fetching}, prefilling {seconds(compute)}, and both at once no less")
     return Decision(Mode.BOTH, expected, f"{fetching}, prefilling {seconds(compute)}, both at once {seconds(both)}")
