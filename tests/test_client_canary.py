@@ -30,14 +30,6 @@ QUESTION = (17, 4, 250, 9, 33)
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)

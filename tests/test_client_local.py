@@ -51,14 +51,6 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """Three blocks of 64 tokens and a tail."""

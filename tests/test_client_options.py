@@ -24,14 +24,6 @@ QUESTION = (17, 4, 250, 9, 33)
 SIX = {"max_new_tokens": 6, "pad_token_id": 1}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)

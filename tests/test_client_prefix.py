@@ -25,14 +25,6 @@ GREEDY = {"max_new_tokens": 5, "do_sample": False}
 KINDS = ("llama", "gemma3n_text", "deepseek_v32")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)

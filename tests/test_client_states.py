@@ -44,14 +44,6 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(layout, "CHECKPOINT_BLOCKS", 2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def same(expected, got):
     return all(torch.equal(theirs, ours) for theirs, ours in zip(expected, got, strict=True))
 
