@@ -59,7 +59,7 @@ def inspect_object(
     if as_json:
         print_json({"object": where, **described})
     else:
-        print_pairs([("object", where), *((key.replace("_", " "), _shown(key, value)) for key, value in described.items())])
+        print_pairs([("object", where), *((key.replace("_", " "), shown(key, value)) for key, value in described.items())])
 
 
 def _find_key(store: BlobStore, target: str) -> str:
@@ -119,7 +119,8 @@ def _describe_block(header: BlockHeader, total: int, trust: TrustList) -> dict[s
     }
 
 
-def _shown(key: str, value: Any) -> str:
+def shown(key: str, value: Any) -> str:
+    """A value of a description, for people."""
     if isinstance(value, int):
         return _shown_integer(key, value)
     if isinstance(value, dict):

@@ -27,6 +27,7 @@ from kvcdn.cli import (
     purge,
     remove,
     revoke,
+    show,
     token,
     trust,
     upkeep,
@@ -57,6 +58,7 @@ app.command()(explain.explain)
 app.command()(lint.lint)
 app.command("inspect")(inspect.inspect_object)
 app.command("ls")(listing.list_documents)
+app.command()(show.show)
 app.command("rm")(remove.remove)
 app.command()(remove.retire)
 app.command()(revoke.revoke)
