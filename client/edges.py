@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,6 +13,7 @@ from kvcdn.client.link import LinkEstimate, LinkMeter
 from kvcdn.client.patience import Patience
 from kvcdn.client.wire import BrokenError, first_to_answer
 from kvcdn.errors import UnavailableError, UsageError
+from kvcdn.rendezvous import Contender
 
 NEARER_FACTOR = 1.5
 NEARER_SECONDS = 0.005
@@ -49,7 +49,7 @@ class Edge:
     def __init__(self, url: str, token: str | None, ca_file: str | None) -> None:
         self.pool = ConnectionPool(url, token, ca_file)
         self.health = Health()
-        self._seed = hashlib.blake2b(self.pool.url.lower().encode(), digest_size=32).digest()
+        self._contender = Contender(self.pool.url)
 
     @property
     def url(self) -> str:
@@ -57,7 +57,7 @@ class Edge:
 
     def weight(self, key: str) -> bytes:
         """Rendezvous hashing: of several edges the one with the highest weight is asked for `key`, by all clients."""
-        return hashlib.blake2b(key.encode(), key=self._seed, digest_size=16).digest()
+        return self._contender.weight(key)
 
 
 class Send(Protocol):

@@ -12,7 +12,7 @@ from aiohttp import web
 from kvcdn.access.allowance import Allowances, Limits, Wait
 from kvcdn.access.grant import Grant
 from kvcdn.digest import ModelTag
-from kvcdn.edge.guard import Guard
+from kvcdn.edge.guard import PEER, Guard
 from kvcdn.edge.settings import EdgeSettings
 
 TENANT = web.RequestKey("tenant", str)
@@ -53,10 +53,14 @@ class Admission:
 
     def wait(self, grant: Grant) -> Wait | None:
         """Counts a request of `grant`'s tenant, or says why it has to wait."""
+        if grant is PEER:
+            return None
         return self._allowances.admit(grant, time.time())
 
     def charge(self, grant: Grant, size: int) -> None:
         """Counts `size` body bytes that are about to be sent."""
+        if grant is PEER:
+            return
         self._allowances.charge(grant.tenant, size, time.time())
 
     def remember(self) -> None:

@@ -15,6 +15,7 @@ from kvcdn.edge.conditions import Precondition, evaluate, range_applies
 from kvcdn.edge.fetch import Fetcher, Found, Refused
 from kvcdn.edge.match import MatchRequest, MatchResult, match_chain
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
+from kvcdn.edge.peers import LOAD_HEADER, PEER_HEADER, Peers
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
 from kvcdn.edge.recall import Recall
@@ -55,6 +56,8 @@ class Edge:
         self._fetcher, self._presence, self._cache = fetcher, presence, cache
         self._admission, self._recall, self._administration = admission, recall, administration
         self._admin = admin
+        self.peers: Peers | None = None
+        """The other edges of the site, where there is one."""
         self.draining = False
         """Whether the edge is about to end: it is not ready for new work, and still does it."""
 
@@ -83,7 +86,12 @@ class Edge:
         if refusal is None and not self._admission.covers(grant, name.tag):
             # Whether it exists is not for this tenant to know.
             refusal = PlainResponse.line(Note("object", name.short), 404, f"there is no {name}", {})
-        return refusal or await self._object(request, name, grant)
+        asking = request.headers.get(PEER_HEADER)
+        if refusal is None and asking is not None and self.peers is not None:
+            passed_over = self.peers.refusal(asking, request.headers.get(LOAD_HEADER), name.key)
+            if passed_over is not None:
+                refusal = PlainResponse.refusal(Note("object", name.short, CacheOutcome.REFUSED), passed_over)
+        return refusal or await self._object(request, name, grant, direct=asking is not None)
 
     async def handle_admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Any request at all, where administration is."""
@@ -138,9 +146,9 @@ class Edge:
             return None
         return PlainResponse.line(note, 405, f"use {' or '.join(methods)}", {"Allow": ", ".join(methods)})
 
-    async def _object(self, request: web.BaseRequest, name: ObjectName, grant: Grant) -> web.StreamResponse:
+    async def _object(self, request: web.BaseRequest, name: ObjectName, grant: Grant, *, direct: bool) -> web.StreamResponse:
         try:
-            result = await self._fetcher.get(name)
+            result = await self._fetcher.get(name, direct=direct)
         except OSError as error:
             note = Note("object", name.short, CacheOutcome.REFUSED)
             message = f"the edge cannot open a file ({error.strerror})"

@@ -12,11 +12,11 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from threading import Event
 
 from kvcdn.edge.inspection import ObjectHead, inspect_head, read_head
-from kvcdn.edge.origins import Origin, Origins, close_pieces, graver
+from kvcdn.edge.origins import Origin, close_pieces, graver
 from kvcdn.edge.staging import Staging
 from kvcdn.edge.target import ObjectName
 from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, NotFoundError, UnavailableError
@@ -45,8 +45,10 @@ Tell = Callable[[int], None]
 class Arrival:
     """An object whose envelope has come and was found good."""
 
-    def __init__(self, name: ObjectName, origins: Origins, origin: Origin, head: ObjectHead, pieces: Iterator[bytes]) -> None:
-        self._name, self._origins, self._origin, self._pieces = name, origins, origin, pieces
+    def __init__(
+        self, name: ObjectName, sources: Sequence[Origin], origin: Origin, head: ObjectHead, pieces: Iterator[bytes]
+    ) -> None:
+        self._name, self._sources, self.origin, self._pieces = name, sources, origin, pieces
         self.head = head
         self.deadline = time.monotonic() + FILL_SECONDS + head.size / SLOWEST_BYTES_PER_SECOND
         """On the monotonic clock."""
@@ -55,15 +57,20 @@ class Arrival:
         self._damaged: Counter[Origin] = Counter()
 
     @classmethod
-    def begin(cls, origins: Origins, name: ObjectName, trust: TrustList | None) -> Arrival:
-        """Asks the origins in turn, and once more where one sent what is damaged.
+    def begin(
+        cls, sources: Sequence[Origin], name: ObjectName, trust: TrustList | None, asking: Callable[[Origin], None]
+    ) -> Arrival:
+        """Asks `sources`, peers before origins, in turn, and the origins once more where one sent what is damaged.
 
-        Raises NotFoundError, CorruptError, UntrustedError, UnavailableError.
+        `asking` is told of each before. Raises NotFoundError, CorruptError, UntrustedError, UnavailableError, as the origins
+        say: what peers do not give is nobody's trouble.
         """
         failure: KvcdnError | None = None
-        for number, origin in enumerate(origins.each * DAMAGES):
-            if number >= len(origins.each) and not isinstance(failure, CorruptError):
+        origins = [origin for origin in sources if origin.authority]
+        for number, origin in enumerate([*sources, *origins * (DAMAGES - 1)]):
+            if number >= len(sources) and not isinstance(failure, CorruptError):
                 break
+            asking(origin)
             try:
                 pieces = origin.stream(name.key)
                 try:
@@ -73,9 +80,9 @@ class Arrival:
                     close_pieces(pieces)
                     raise
             except KvcdnError as error:
-                failure = graver(failure, error)
+                failure = graver(failure, error) if origin.authority else failure
                 continue
-            return cls(name, origins, origin, head, begun(_joined(first, pieces)))
+            return cls(name, sources, origin, head, begun(_joined(first, pieces)))
         raise failure or NotFoundError(f"there is no origin for {name}")
 
     def land(self, staging: Staging, stopping: Event, tell: Tell) -> None:
@@ -107,19 +114,19 @@ class Arrival:
         """Goes on at the frontier with the next origin that can; the position there. Raises `failure` where none can."""
         self.abandon()
         if isinstance(failure, IntegrityError):
-            self._damaged[self._origin] += 1
-        place = self._origins.each.index(self._origin)
-        others = (*self._origins.each[place + 1 :], *self._origins.each[: place + 1])
+            self._damaged[self.origin] += 1
+        place = self._sources.index(self.origin)
+        others = (*self._sources[place + 1 :], *self._sources[: place + 1])
         while usable := [origin for origin in others if self._damaged[origin] < DAMAGES]:
             for origin in usable:
                 if self.resumes == RESUMES:
                     raise failure
                 self.resumes += 1
-                if origin is self._origin:
+                if origin is self.origin:
                     time.sleep(RESUME_PAUSE_SECONDS * 2**self.resumes * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
                 with contextlib.suppress(KvcdnError):
                     self._pieces = origin.stream(self._name.key, self.head.body.verified)
-                    self._origin = origin
+                    self.origin = origin
                     self.head.body.restart()
                     return self.head.body.verified
         raise failure

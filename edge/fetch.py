@@ -21,13 +21,16 @@ from threading import Event
 from kvcdn.edge.arrival import FILL_SECONDS, Arrival
 from kvcdn.edge.fill import Fill
 from kvcdn.edge.fill_lock import FillState
+from kvcdn.edge.guests import CAPACITY_SHARE, Guests
 from kvcdn.edge.inspection import inspect_head
+from kvcdn.edge.lodging import Lodging, Lodgings
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
-from kvcdn.edge.origins import Origins
+from kvcdn.edge.origins import Origin, Origins
 from kvcdn.edge.outcome import REMEMBERED_SECONDS, BrokenFillError, CacheOutcome, Reason, Refusal
+from kvcdn.edge.peers import Peers
 from kvcdn.edge.revocations import Revoked
-from kvcdn.edge.staging import DISK_FULL, Memory, Room, Staging
+from kvcdn.edge.staging import DISK_FULL, Staging
 from kvcdn.edge.storage import DiskCache, Harm, OpenEntry
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
@@ -84,21 +87,27 @@ class Refused:
 class Fetcher:
     """Finds objects. For the event loop's thread."""
 
-    def __init__(self, origins: Origins, cache: DiskCache, revoked: Revoked, metrics: Metrics) -> None:
-        self._origins, self._cache, self._revoked, self._metrics = origins, cache, revoked, metrics
+    def __init__(
+        self, origins: Origins, cache: DiskCache, revoked: Revoked, metrics: Metrics, peers: Peers | None = None
+    ) -> None:
+        self._origins, self._cache, self._revoked, self._metrics, self._peers = origins, cache, revoked, metrics, peers
+        self._guests = Guests(int(cache.capacity * CAPACITY_SHARE) if peers else 0)
         self._fills: dict[str, Fill] = {}
         self._alive: weakref.WeakSet[Fill] = weakref.WeakSet()
         """Those that somebody holds, also after others took their places."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusals: FadingMemory[Refusal] = FadingMemory(REFUSALS_REMEMBERED)
         self._places = asyncio.Semaphore(RUNNING_FILLS)
-        self._memory = Memory()
+        self._lodgings = Lodgings(cache, self._guests)
         self._stopping = Event()
 
-    async def get(self, name: ObjectName) -> Found | Refused:
-        """The object, or why there is none. Raises OSError where the process has no file descriptors left."""
+    async def get(self, name: ObjectName, *, direct: bool = False) -> Found | Refused:
+        """The object, or why there is none; `direct` for a peer, so that no peers are asked.
+
+        Raises OSError where the process has no file descriptors left.
+        """
         refusal = self._revoked.refusal(name)
-        result = Refused(refusal, CacheOutcome.REFUSED) if refusal else await self._find(name)
+        result = Refused(refusal, CacheOutcome.REFUSED) if refusal else await self._find(name, direct=direct)
         # What was revoked in the meantime.
         refusal = self._revoked.refusal(name)
         if refusal is None or isinstance(result, Refused):
@@ -113,6 +122,7 @@ class Fetcher:
             if refusal is not None:
                 self._leave(fill)
                 fill.cut(refusal)
+        self._guests.drop(lambda fill: self._revoked.refusal(fill.name, fill.publisher) is not None)
 
     def disown(self, chosen: Callable[[str], bool]) -> None:
         """Has what is on its way under `chosen` keys passed on to those who wait for it, and not kept."""
@@ -120,6 +130,7 @@ class Fetcher:
             if chosen(fill.name.key):
                 self._leave(fill)
                 fill.wanted = False
+        self._guests.drop(lambda fill: chosen(fill.name.key))
 
     async def confirm(self, key: str) -> None:
         """Drops a cached object whose envelope does not hold, by the trust list of now."""
@@ -130,15 +141,19 @@ class Fetcher:
                 await self._confirm(name, opened)
             opened.file.close()
 
-    async def _find(self, name: ObjectName) -> Found | Refused:
+    async def _find(self, name: ObjectName, *, direct: bool) -> Found | Refused:
         opened = self._cache.open(name.key)
         if opened is not None and (etag := opened.entry.etag or await self._confirm(name, opened)) is not None:
             age = max(0, int(time.time() - opened.entry.stored_at))
             return Found(opened.file, opened.entry.size, etag, age, CacheOutcome.HIT)
+        guest = self._guests.get(name.key)
+        if guest is not None:
+            fill, spool, age = guest
+            return Found(spool.open(), fill.size, fill.etag, age, CacheOutcome.COLLAPSED, fill)
         refusal = self._refusals.get(name.key)
         if refusal is not None:
             return Refused(refusal, CacheOutcome.REMEMBERED)
-        return await self._fill_or_follow(name)
+        return await self._fill_or_follow(name, direct=direct)
 
     async def stop(self) -> None:
         """Ends fills under way at their next piece, leaving nothing behind; waits a moment for those that hang."""
@@ -162,7 +177,7 @@ class Fetcher:
         opened.entry.etag = head
         return head
 
-    async def _fill_or_follow(self, name: ObjectName) -> Found | Refused:
+    async def _fill_or_follow(self, name: ObjectName, *, direct: bool) -> Found | Refused:
         refusal = Refusal(Reason.BUSY, f"{name}: {JOINS} fills came to nothing")
         for _ in range(JOINS):
             fill = self._fills.get(name.key)
@@ -171,7 +186,7 @@ class Fetcher:
                 if len(self._tasks) >= WAITING_FILLS:
                     busy = Refusal(Reason.BUSY, f"{WAITING_FILLS} objects are on their way already; try again")
                     return Refused(busy, CacheOutcome.REFUSED)
-                fill = self._begin(name)
+                fill = self._begin(name, direct=direct)
             state = await fill.opened()
             if state in (FillState.WRITING, FillState.DONE) and fill.spool is not None:
                 outcome = CacheOutcome.COLLAPSED if not leading else CacheOutcome.MISS if fill.stored else CacheOutcome.PASSED
@@ -181,8 +196,9 @@ class Fetcher:
                 break
         return Refused(refusal, CacheOutcome.REFUSED)
 
-    def _begin(self, name: ObjectName) -> Fill:
+    def _begin(self, name: ObjectName, *, direct: bool) -> Fill:
         fill = self._fills[name.key] = Fill(name, WAIT_SECONDS + FILL_SECONDS)
+        fill.direct = direct
         self._alive.add(fill)
         # The fill outlives the request that began it.
         task = asyncio.create_task(self._run(fill), name=f"fill {name}")
@@ -243,61 +259,54 @@ class Fetcher:
         return None
 
     async def _receive(self, fill: Fill, limit: asyncio.Timeout) -> None:
-        self._metrics.origin_requests.labels("get").inc()
-        arrival = await in_thread(Arrival.begin, self._origins, fill.name, self._revoked.trust)
+        arrival = await in_thread(Arrival.begin, self._sources(fill), fill.name, self._revoked.trust, self._count)
         fill.publisher = arrival.head.publisher
         limit.reschedule(asyncio.get_running_loop().time() + arrival.deadline - time.monotonic() + HANG_SECONDS)
         try:
-            staging, room = await self._stage(fill.name, arrival.head.size)
+            # Whoever had to ask the origin keeps what it got, as no peer gave it.
+            fill.guest = not arrival.origin.authority and self._peers is not None and not self._peers.keeps(fill.name.key)
+            lodging = await self._lodgings.find(fill.name, arrival.head.size, guest=fill.guest)
         except BaseException:
             arrival.abandon()
             raise
         refusal = fill.refusal or self._revoked.refusal(fill.name, fill.publisher)
         if refusal is not None:
             arrival.abandon()
-            staging.discard()
-            if room is not None:
-                self._cache.release(room)
+            lodging.staging.discard()
+            self._lodgings.give_back(lodging)
             raise BrokenFillError(refusal)
-        fill.open(staging.spool, arrival.head.size, arrival.head.etag, arrival.deadline, stored=room is not None)
-        landing = asyncio.ensure_future(in_thread(_land, arrival, staging, self._stopping, fill, _told(fill)))
-        landing.add_done_callback(lambda done: self._landed(fill, room, done))
+        fill.open(lodging.staging.spool, arrival.head.size, arrival.head.etag, arrival.deadline, stored=lodging.stored)
+        landing = asyncio.ensure_future(in_thread(_land, arrival, lodging.staging, self._stopping, fill, _told(fill)))
+        landing.add_done_callback(lambda done: self._landed(fill, lodging, done))
         try:
             # A thread that hangs keeps its room until it ends: what it may still write is counted.
             kept = await asyncio.shield(landing)
         finally:
             self._metrics.resumes.inc(arrival.resumes)
-        self._metrics.origin_bytes.inc(fill.size)
-        self._metrics.fills.labels("stored" if kept and room is not None else "passed").inc()
+        (self._metrics.origin_bytes if arrival.origin.authority else self._metrics.peer_bytes).inc(fill.size)
+        self._metrics.fills.labels("stored" if kept and lodging.stored else "passed").inc()
         fill.require_uncut()
         fill.finish()
 
-    def _landed(self, fill: Fill, room: Room | None, landing: asyncio.Future[bool]) -> None:
+    def _landed(self, fill: Fill, lodging: Lodging, landing: asyncio.Future[bool]) -> None:
         """The thread that filled has ended."""
         kept = not landing.cancelled() and landing.exception() is None and landing.result()
-        if room is not None and kept:
-            self._cache.commit(room, fill.etag)
-            if not fill.wanted or self._revoked.refusal(fill.name, fill.publisher) is not None:
+        self._lodgings.settle(lodging, fill, kept=kept)
+        if kept and (not fill.wanted or self._revoked.refusal(fill.name, fill.publisher) is not None):
+            self._guests.drop(lambda guest: guest is fill)
+            if lodging.stored:
                 self._cache.remove([fill.name.key])
                 self._cache.delete_removed()
-        elif room is not None:
-            self._cache.release(room)
 
-    async def _stage(self, name: ObjectName, size: int) -> tuple[Staging, Room | None]:
-        """A place for an object: in the cache, after making room where the disk is full below the cap; else beside it."""
-        for _ in range(2):
-            room = self._cache.reserve(name, size)
-            if room is None:
-                break
-            try:
-                return await in_thread(Staging.within, room), room
-            except OSError as error:
-                self._cache.release(room)
-                log.warning("no room for %s in %s: %s", name, self._cache.folder, error.strerror)
-                if error.errno not in DISK_FULL:
-                    break
-                self._cache.relieve(size)
-        return await in_thread(Staging.passing, size, self._memory), None
+    def _sources(self, fill: Fill) -> tuple[Origin, ...]:
+        """Where the object may come from, in order: peers that are to keep it, then the origins."""
+        if self._peers is None or fill.direct:
+            return self._origins.each
+        return (*self._peers.before(fill.name.key), *self._origins.each)
+
+    def _count(self, origin: Origin) -> None:
+        """`origin` is asked for an object."""
+        (self._metrics.origin_requests.labels("get") if origin.authority else self._metrics.peer_requests).inc()
 
 
 _DISK_WORDS = {Reason.DISK_FULL: "is full", Reason.DISK_ERROR: "failed"}

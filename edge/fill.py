@@ -33,6 +33,10 @@ class Fill:
         """Whether the object is meant for the cache."""
         self.wanted = True
         """Whether the cache is to keep it still, now that it comes."""
+        self.direct = False
+        """Whether no peers are asked, because a peer asks."""
+        self.guest = False
+        """Whether a peer keeps the object, and not this edge."""
         self.publisher: PublicKey | None = None
         """Who signed the object, once its envelope is here."""
         self.refusal: Refusal | None = None

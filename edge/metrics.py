@@ -8,6 +8,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from kvcdn.edge.origins import Origins
+from kvcdn.edge.peers import Peers
 from kvcdn.edge.storage import DiskCache, Harm
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -41,6 +42,8 @@ class Metrics:
             "kvcdn_edge_origin_requests", "Requests to the origin.", ["operation"], registry=self.registry
         )
         self.origin_bytes = Counter("kvcdn_edge_origin_bytes", "Object bytes filled from the origin.", registry=self.registry)
+        self.peer_requests = Counter("kvcdn_edge_peer_requests", "Objects asked of peers.", registry=self.registry)
+        self.peer_bytes = Counter("kvcdn_edge_peer_bytes", "Object bytes filled from peers.", registry=self.registry)
         self.fills = Counter("kvcdn_edge_fills", "Fills ended, by how.", ["outcome"], registry=self.registry)
         self.resumes = Counter(
             "kvcdn_edge_fill_resumes", "Fills taken up again behind what was proven, by any origin.", registry=self.registry
@@ -68,6 +71,10 @@ class Metrics:
     def watch_origins(self, origins: Origins) -> None:
         """Shows which of `origins` count as down."""
         self.registry.register(_OriginCollector(origins))
+
+    def watch_peers(self, peers: Peers) -> None:
+        """Shows which of `peers` count as down."""
+        self.registry.register(_PeerCollector(peers))
 
     def observe(self, route: str, status: int, cache: str, size: int, seconds: float) -> None:
         """Counts one answered request."""
@@ -110,6 +117,17 @@ class _OriginCollector(Collector):
         family = GaugeMetricFamily("kvcdn_edge_origin_up", "0 while an origin rests, because it is down.", labels=["origin"])
         for place, origin in enumerate(self._origins.each):
             family.add_metric([str(place)], float(not origin.down))
+        return [family]
+
+
+class _PeerCollector(Collector):
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        family = GaugeMetricFamily("kvcdn_edge_peer_up", "0 while a peer rests, because it is down.", labels=["peer"])
+        for peer in self._peers.each:
+            family.add_metric([peer.origin.url], float(not peer.origin.down))
         return [family]
 
 

@@ -25,8 +25,9 @@ log = logging.getLogger("kvcdn.edge.origins")
 class Origin:
     """One place. Thread-safe."""
 
-    def __init__(self, store: BlobStore, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._clock = store, clock
+    def __init__(self, store: BlobStore, clock: Callable[[], float] = time.monotonic, *, authority: bool = True) -> None:
+        """`authority`: whether it counts what it says of objects that it does not give; so it is but for peers."""
+        self._store, self._clock, self.authority = store, clock, authority
         self._breaker, self._lock = Breaker(), Lock()
 
     @property
@@ -36,6 +37,12 @@ class Origin:
     @property
     def down(self) -> bool:
         return self._breaker.open
+
+    @property
+    def resting(self) -> bool:
+        """Whether nobody may ask it just now."""
+        with self._lock:
+            return self._breaker.rest(self._clock()) > 0
 
     def stat(self, key: str) -> BlobInfo | None:
         """As a store's. Raises UnavailableError, at once while the origin rests."""
@@ -87,7 +94,8 @@ class Origin:
             else:
                 self._breaker.fail(self._clock(), random.random())  # noqa: S311 - no secret
             if before != self._breaker.open:
-                log.warning("origin %s is %s", self.url, "back" if before else "down")
+                word = "origin" if self.authority else "peer"
+                log.warning("%s %s is %s", word, self.url, "back" if before else "down")
 
 
 class Origins:

@@ -53,6 +53,7 @@ class Reason(StrEnum):
     DISK_FULL = "disk-full"
     DISK_ERROR = "disk-error"
     BUSY = "busy"
+    LOOP = "loop"
     INTERNAL = "internal"
 
 
@@ -65,6 +66,7 @@ STATUS = {
     Reason.DISK_FULL: 503,
     Reason.DISK_ERROR: 503,
     Reason.BUSY: 503,
+    Reason.LOOP: 508,
     Reason.INTERNAL: 500,
 }
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
-from kvcdn.edge.origins import Origins
+from kvcdn.edge.origins import Origin, Origins
+from kvcdn.edge.peers import Peers
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.threads import in_thread
+from kvcdn.errors import KvcdnError, UnavailableError
+from kvcdn.store import BlobInfo
 
 RUNNING_STATS = 8
 """Questions to the origin at once: each holds a thread and a connection."""
@@ -29,8 +33,8 @@ ABSENT_SECONDS = 2.0
 class Presence:
     """Sizes of objects by key. For the event loop's thread."""
 
-    def __init__(self, origins: Origins, cache: DiskCache, metrics: Metrics) -> None:
-        self._origins, self._cache, self._metrics = origins, cache, metrics
+    def __init__(self, origins: Origins, cache: DiskCache, metrics: Metrics, peers: Peers | None = None) -> None:
+        self._origins, self._cache, self._metrics, self._peers = origins, cache, metrics, peers
         self._present: FadingMemory[int] = FadingMemory(PRESENT_REMEMBERED)
         self._absent: FadingMemory[bool] = FadingMemory(ABSENT_REMEMBERED)
         self._asking: dict[str, asyncio.Task[int | None]] = {}
@@ -59,7 +63,8 @@ class Presence:
     async def _ask(self, key: str) -> int | None:
         async with self._places:
             self._metrics.origin_requests.labels("stat").inc()
-            info = await in_thread(self._origins.stat, key)
+            before = self._peers.before(key) if self._peers is not None else ()
+            info = await in_thread(_stat, key, self._origins, before)
         if info is None:
             self._absent.put(key, value=True, seconds=ABSENT_SECONDS)
             return None
@@ -70,3 +75,16 @@ class Presence:
         del self._asking[key]
         if not question.cancelled():
             question.exception()  # marks it as seen: whoever asked was told, if still there
+
+
+def _stat(key: str, origins: Origins, peers: Sequence[Origin]) -> BlobInfo | None:
+    """What the origins say; while none of them can be asked, whether a peer has it all the same. Raises UnavailableError."""
+    try:
+        return origins.stat(key)
+    except UnavailableError:
+        for peer in peers:
+            with contextlib.suppress(KvcdnError):
+                info = peer.stat(key)
+                if info is not None:
+                    return info
+        raise

@@ -117,6 +117,9 @@ class FileSlice:
 class FileResponse(web.StreamResponse):
     """Part of a file, from the page cache to the socket without passing through this process. Closes the file."""
 
+    active = 0
+    """Those that are sent just now."""
+
     def __init__(
         self,
         note: Note,
@@ -150,6 +153,7 @@ class FileResponse(web.StreamResponse):
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Sends headers and body. Raises ConnectionError where the client left, stalled, or must be cut off."""
+        FileResponse.active += 1
         try:
             writer = await super().prepare(request)
             transport = request.transport
@@ -164,6 +168,7 @@ class FileResponse(web.StreamResponse):
                 raise
             return writer
         finally:
+            FileResponse.active -= 1
             self._transport = None
             self._source.file.close()
 

@@ -30,8 +30,10 @@ from kvcdn.edge.guard import Guard
 from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origins
+from kvcdn.edge.peers import Peers
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.recall import Recall
+from kvcdn.edge.respond import FileResponse
 from kvcdn.edge.revocations import KeptLists, Revoked, Watch
 from kvcdn.edge.scrub import Scrub
 from kvcdn.edge.settings import RELOADABLE, EdgeSettings
@@ -73,6 +75,7 @@ class ServingEdge:
     _edge: Edge
     _admission: Admission
     _tls: ssl.SSLContext | None
+    _peers: Peers | None
 
     def apply(self, settings: EdgeSettings) -> list[str]:
         """Goes by what of `settings` can change while the edge runs (`RELOADABLE`); which others differ.
@@ -82,6 +85,8 @@ class ServingEdge:
         # Tried on a context of its own: a certificate that does not fit its key would leave ours with neither.
         tls_context(settings)
         self._admission.apply(settings)
+        if self._peers is not None:
+            self._peers.use_token(self._admission.guard.peer_token)
         if self._tls is not None and settings.tls_cert and settings.tls_key:
             self._tls.load_cert_chain(settings.tls_cert.expanduser(), settings.tls_key.expanduser())
         logging.getLogger(ROOT).setLevel(settings.log_level.upper())
@@ -115,9 +120,17 @@ def open_origins(settings: EdgeSettings) -> list[BlobStore]:
     return [first, *(open_store(url) for url in settings.fallback_origins)]
 
 
+def site(settings: EdgeSettings) -> Peers | None:
+    """The edges that share the objects with this one; None where it is alone. Raises UsageError."""
+    if settings.self is None:
+        return None
+    return Peers(settings.peers, settings.self, lambda: FileResponse.active)
+
+
 def check(settings: EdgeSettings) -> None:
     """Raises UsageError for settings with which an edge would not start. Touches neither network nor cache."""
     open_origins(settings)
+    site(settings)
     Guard.of(settings)
     trust_list(settings.trust_file)
     tls_context(settings)
@@ -171,13 +184,18 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
         admission = Admission(settings)
         kept = KeptLists(cache.folder / "revocations")
         revoked = Revoked(trust, kept.load(trust) if trust else None)
-        fetcher = Fetcher(origins, cache, revoked, metrics)
+        peers = site(settings)
+        if peers is not None:
+            metrics.watch_peers(peers)
+            peers.use_token(admission.guard.peer_token)
+        fetcher = Fetcher(origins, cache, revoked, metrics, peers)
         recall = Recall(revoked, cache, fetcher)
         warming = Warming(fetcher, cache)
         alone = settings.admin_address is None
-        presence = Presence(origins, cache, metrics)
+        presence = Presence(origins, cache, metrics, peers)
         administration = Administration(fetcher, presence, cache, warming, admission, metrics)
         edge = Edge(fetcher, presence, cache, admission, recall, administration, admin=alone)
+        edge.peers = peers
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(fetcher.stop)
             url = await stack.enter_async_context(_listening(settings, settings.address, edge.handle, metrics, tls))
@@ -191,7 +209,7 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             await stack.enter_async_context(watch.running())
             await stack.enter_async_context(Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second).running())
             await stack.enter_async_context(_keeping_accounts(admission))
-            yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, tls)
+            yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, tls, peers)
     finally:
         cache.close()
 

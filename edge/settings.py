@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -24,6 +25,11 @@ MIN_CAPACITY_BYTES = 1 << 20
 
 MAX_CAPACITY_BYTES = 1 << 60
 
+MAX_PEERS = 64
+"""An order of them is made for each object that is not here."""
+
+MAX_URL_CHARACTERS = 256
+
 MAX_SCRUB_BYTES_PER_SECOND = 10 * 1000**3
 """More than any disk reads."""
 
@@ -38,6 +44,15 @@ def _checked_listen(text: str) -> str:
     ListenAddress.parse(text)
     return text
 
+
+def _checked_peer(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query or parts.username:
+        raise ValueError(f"{url[:200]!r} is not the URL of an edge, such as https://edge-1.example.org:8400")
+    return url.rstrip("/").lower()
+
+
+_PeerUrl = Annotated[str, Field(max_length=MAX_URL_CHARACTERS), AfterValidator(_checked_peer)]
 
 _Rate = Annotated[float, Field(gt=0, le=1e9)]
 
@@ -71,6 +86,15 @@ class EdgeSettings(BaseSettings):
         default=(),
         max_length=8,
         description="Asked in turn for what the origins before lack or cannot give. As a variable: a JSON array.",
+    )
+    peers: tuple[_PeerUrl, ...] = Field(
+        default=(),
+        max_length=MAX_PEERS,
+        description="All edges of this site, the same list at each: they share the objects. As a variable: a JSON array.",
+    )
+    self: _PeerUrl | None = Field(default=None, description="Which of `peers` this edge is.")
+    peer_token_file: Path | None = Field(
+        default=None, description="File that holds the token by which peers know each other, the same at all of them."
     )
     cache_dir: Path = Field(
         default=Path("~/.cache/kvcdn/edge"), description="Folder of cached objects, of this edge alone; made with mode 0700."
@@ -147,6 +171,16 @@ class EdgeSettings(BaseSettings):
             raise ValueError("tls_cert and tls_key go together")
         return self
 
+    @model_validator(mode="after")
+    def _site_is_whole(self) -> Self:
+        if (self.self is None) != (not self.peers):
+            raise ValueError("peers and self go together")
+        if self.self is not None and self.self not in self.peers:
+            raise ValueError(f"self is {self.self}, which is none of peers")
+        if len(set(self.peers)) < len(self.peers):
+            raise ValueError("peers names an edge twice")
+        return self
+
     @property
     def address(self) -> ListenAddress:
         return ListenAddress.parse(self.listen)
@@ -166,6 +200,7 @@ RELOADABLE = frozenset(
         "issuers_file",
         "log_level",
         "model_names",
+        "peer_token_file",
         "tenant_limits",
         "tenants",
         "tls_cert",

@@ -147,6 +147,12 @@ class Staging:
         return cls(descriptor, room, room.size)
 
     @classmethod
+    def nameless(cls, size: int, folder: Path) -> Staging:
+        """On the cache's disk, in `folder`, and gone with the last who reads it. Raises OSError."""
+        with _with_folder(folder, lambda: tempfile.TemporaryFile(buffering=0, dir=folder)) as file:
+            return cls(os.dup(file.fileno()), None, size)
+
+    @classmethod
     def passing(cls, size: int, memory: Memory) -> Staging:
         """Outside the cache, for those who wait for the object now. Raises OSError where there is no place for it."""
         try:

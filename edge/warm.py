@@ -35,6 +35,9 @@ MAX_ADDRESSES = 4096
 FAILURE_SECONDS = 10.0
 """How long an order is told why an object is not here, before the next one has it tried again."""
 
+PEER_SECONDS = 60.0
+"""How long an object counts as here that a peer was seen to keep: what waits for an order asks several times a second."""
+
 log = logging.getLogger("kvcdn.edge.warm")
 
 
@@ -64,7 +67,7 @@ class WarmRequest:
 
 @dataclass(frozen=True)
 class Warmed:
-    """How much of an order is here. `waiting` is on its way; what is neither could not be had, or found no place to wait."""
+    """How much of an order is here, or at a peer that keeps it. What is neither that nor `waiting` could not be had."""
 
     objects: int
     here: int
@@ -85,6 +88,7 @@ class Warming:
         self._taken: set[str] = set()
         """Keys of what waits or is on its way."""
         self._failures: FadingMemory[str] = FadingMemory(WAITING_OBJECTS)
+        self._at_peers: FadingMemory[bool] = FadingMemory(WAITING_OBJECTS)
         self._more = asyncio.Event()
 
     @contextlib.asynccontextmanager
@@ -110,7 +114,7 @@ class Warming:
         return self._take([asked.manifest, *blocks])
 
     def _take(self, names: Sequence[ObjectName]) -> Warmed:
-        missing = [name for name in names if self._cache.size_of(name.key) is None]
+        missing = [name for name in names if self._cache.size_of(name.key) is None and not self._at_peers.get(name.key)]
         trouble = ""
         for name in missing:
             failure = self._failures.get(name.key)
@@ -153,6 +157,9 @@ class Warming:
         refusal = None if found.fill is None else await found.fill.ended()
         if refusal is not None:
             return refusal.message
+        if found.fill is not None and found.fill.guest:
+            self._at_peers.put(name.key, value=True, seconds=PEER_SECONDS)
+            return None
         return None if self._cache.size_of(name.key) is not None else f"{name}: the cache has no room for it"
 
     async def _read(self, name: ObjectName) -> bytes | Refused:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from ipaddress import ip_address
@@ -45,11 +46,35 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 """RFC 6750 section 2.1."""
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long a server is waited for, and how often it is asked."""
+
+    connect_seconds: float
+    stall_seconds: float
+    attempts: int
+
+
+def _nothing_more() -> Mapping[str, str]:
+    return {}
+
+
 class HttpStore:
     """A read-only BlobStore."""
 
-    def __init__(self, base_url: str, *, token: str | None = None) -> None:
-        """Connects to nothing yet. Raises UsageError for a URL with a user, query or fragment, and for a malformed token."""
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str | None = None,
+        patience: Patience | None = None,
+        headers: Callable[[], Mapping[str, str]] = _nothing_more,
+    ) -> None:
+        """Connects to nothing yet. `headers` are asked for before each request.
+
+        Raises UsageError for a URL with a user, query or fragment, and for a malformed token.
+        """
+        self._patience, self._more_headers = patience or Patience(CONNECT_SECONDS, STALL_SECONDS, ATTEMPTS), headers
         self._base = _checked_base(base_url)
         self._headers = {"Accept-Encoding": "identity", "User-Agent": f"kvcdn/{__version__}"}
         self._has_token = token is not None
@@ -57,7 +82,7 @@ class HttpStore:
             if not _TOKEN.fullmatch(token):
                 raise UsageError(f"the token for {self._base} holds characters that no bearer token has")
             self._headers["Authorization"] = f"Bearer {token}"
-        self._pool = _pool(self._base)
+        self._pool = _pool(self._base, self._patience)
 
     @property
     def url(self) -> str:
@@ -141,14 +166,14 @@ class HttpStore:
     def _ask(self, method: str, key: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         """The answer to one request, tried again while that may help. Its body is not read yet."""
         began = time.monotonic()
-        for attempt in range(1, ATTEMPTS + 1):
-            last = attempt == ATTEMPTS
+        for attempt in range(1, self._patience.attempts + 1):
+            last = attempt == self._patience.attempts
             wait = 0.0
             try:
                 response = self._pool.request(
                     method,
                     f"{self._base}/{key}",
-                    headers=self._headers | headers,
+                    headers={**self._headers, **self._more_headers(), **headers},
                     preload_content=False,
                     decode_content=False,
                     redirect=False,
@@ -219,11 +244,11 @@ def _checked_base(url: str) -> str:
     return url.rstrip("/")
 
 
-def _pool(base: str) -> urllib3.PoolManager:
+def _pool(base: str, patience: Patience) -> urllib3.PoolManager:
     """Connections to `base`, through the environment's proxy unless that is for others or `base` is this machine."""
     parts = urlsplit(base)
     host = parts.hostname or ""
-    timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=STALL_SECONDS)
+    timeout = urllib3.Timeout(connect=patience.connect_seconds, read=patience.stall_seconds)
     proxy = getproxies().get(parts.scheme.lower())
     if proxy is None or is_loopback(host) or proxy_bypass(host):
         return urllib3.PoolManager(maxsize=CONNECTIONS, timeout=timeout)
