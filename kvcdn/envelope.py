@@ -15,8 +15,14 @@ from kvcdn.signing import SIGNATURE_BYTES, PublicKey, SigningKey, verify_signatu
 BLOCK_MAGIC = b"KVCDNB1\n"
 MANIFEST_MAGIC = b"KVCDNM1\n"
 REVOCATIONS_MAGIC = b"KVCDNR1\n"
+JOURNAL_MAGIC = b"KVCDNJ1\n"
 
-_KINDS = {BLOCK_MAGIC: "block", MANIFEST_MAGIC: "manifest", REVOCATIONS_MAGIC: "list of revocations"}
+_KINDS = {
+    BLOCK_MAGIC: "block",
+    MANIFEST_MAGIC: "manifest",
+    REVOCATIONS_MAGIC: "list of revocations",
+    JOURNAL_MAGIC: "entry of a journal",
+}
 
 PREAMBLE_BYTES = 12
 """Magic and header length."""

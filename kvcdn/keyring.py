@@ -6,6 +6,7 @@ With `settings`, the only core module that reads files.
 <config>/trust                    publishers to accept, a public key and a name a line
 <config>/distrust                 publishers to refuse for all that, a public key, a time and a reason a line
 <config>/revocations/<key>        the last list of what a publisher revokes that was seen, as it was signed
+<config>/journals/<digest>        the last entry seen of an origin's journal; the digest is that of the origin's URL
 <config>/namespaces/<name>        32 random bytes in hexadecimal, mode 0600
 """
 
@@ -18,7 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from kvcdn import canonical
+from kvcdn.digest import Digest, hash_bytes
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
+from kvcdn.fields import Fields
+from kvcdn.journal import MAX_NUMBER, Head
 from kvcdn.keys import NAMESPACE_SECRET_MIN_BYTES, Namespace
 from kvcdn.paths import config_dir
 from kvcdn.revocation import MAX_REVOCATIONS_BYTES, Revocations, open_revocations
@@ -109,12 +114,7 @@ def forgive_publisher(key: PublicKey) -> bool:
     if key not in refused:
         return False
     kept = "".join(f"{other.text} {reason}\n" for other, reason in refused.items() if other != key)
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            file.write(kept)
-        Path(file.name).replace(path)
-    except OSError as error:
-        raise UnavailableError(f"cannot write {path}: {error.strerror}") from None
+    _replace(path, kept.encode("utf-8"))
     return True
 
 
@@ -141,14 +141,35 @@ def load_revocations() -> Revocations:
 def keep_revocations(data: bytes) -> None:
     """Keeps a sealed list in place of its signer's older one. Raises CorruptError, or UnavailableError."""
     signer = open_revocations(data, "list of revocations").signer
-    path = revocations_dir() / str(signer)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(path)
-    except OSError as error:
-        raise UnavailableError(f"cannot write {path}: {error.strerror}") from None
+    _replace(revocations_dir() / str(signer), data)
+
+
+def journal_head_path(url: str) -> Path:
+    """Where the last entry lies that was seen of the journal of the origin at `url`."""
+    return config_dir() / "journals" / str(hash_bytes(url.encode("utf-8", "surrogateescape")))
+
+
+def load_journal_head(url: str) -> Head | None:
+    """The last entry seen at `url`. Raises CorruptError for a damaged file: it must not be forgotten."""
+    path = journal_head_path(url)
+    if not path.exists():
+        return None
+    fields = Fields(canonical.decode(_read(path, "journal's last entry", "").strip(), str(path)), str(path))
+    head = Head(fields.integer("number", 1, MAX_NUMBER), fields.fixed("digest", Digest))
+    fields.string("url", _MAX_FILE_BYTES)
+    fields.done()
+    return head
+
+
+def keep_journal_head(url: str, head: Head) -> None:
+    """Keeps `head` in place of the one before it. Raises UnavailableError."""
+    value = {"digest": str(head.digest), "number": head.number, "url": url.encode("ascii", "backslashreplace").decode()}
+    _replace(journal_head_path(url), canonical.encode(value) + b"\n")
+
+
+def forget_journal_head(url: str) -> None:
+    """Forgets what was seen of the journal at `url`."""
+    journal_head_path(url).unlink(missing_ok=True)
 
 
 def namespace_path(name: str) -> Path:
@@ -198,6 +219,16 @@ def _append(path: Path, line: str, what: str) -> None:
             file.write(line)
     except OSError as error:
         raise UnavailableError(f"cannot write the {what} {path}: {error.strerror}") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+            file.write(content)
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise UnavailableError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _read(path: Path, what: str, hint: str, limit: int = _MAX_FILE_BYTES) -> bytes:

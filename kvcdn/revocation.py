@@ -19,6 +19,7 @@ from kvcdn.envelope import MAX_ENVELOPE_BYTES, REVOCATIONS_MAGIC, open_envelope,
 from kvcdn.errors import CorruptError, RevokedError, UntrustedError, UsageError
 from kvcdn.fields import F, Fields
 from kvcdn.manifest import MAX_TIME
+from kvcdn.numbered import find_last
 from kvcdn.signing import PublicKey, SigningKey, TrustList
 
 MAX_REVOCATIONS_BYTES = MAX_ENVELOPE_BYTES
@@ -46,22 +47,8 @@ def revocation_key(signer: PublicKey, version: int) -> str:
 
 
 def find_newest(read: Callable[[int], bytes | None], known: int) -> bytes | None:
-    """The list with the greatest number above `known`, or None; `read` gives the list of a number, if it is there.
-
-    Numbers have no gaps: it is found in steps that double, and then halve.
-    """
-    there, found, step = known, None, 1
-    while there + step <= MAX_VERSION and (data := read(there + step)) is not None:
-        there, found, step = there + step, data, 2 * step
-    missing = min(there + step, MAX_VERSION + 1)
-    while missing - there > 1:
-        middle = (there + missing) // 2
-        data = read(middle)
-        if data is None:
-            missing = middle
-        else:
-            there, found = middle, data
-    return found
+    """The list with the greatest number above `known`, or None; `read` gives the list of a number, if it is there."""
+    return find_last(read, known, MAX_VERSION)[1]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from kvcdn.store import BlobInfo, BlobStore
 
 _DIGITS = "0123456789abcdef"
 
+_BEHIND_TAGS = "g"
+"""No tag comes behind it."""
+
 _PATIENCE = 10_000
 """Objects of one model that are listed before the rest is jumped over: listing so many costs about what the jump does."""
 
@@ -60,6 +63,8 @@ def _tags(store: BlobStore, start: str) -> Iterator[ModelTag]:
     for info in store.list(f"v1/{start}"):
         seen += 1
         found = info.key.split("/")[1]
+        if found > _BEHIND_TAGS:  # a journal may have more entries than there are documents
+            return
         tag = ModelTag.read(found)
         if tag is not None and found != name:
             name, seen = found, 0

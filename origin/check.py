@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -26,6 +26,7 @@ from kvcdn.origin.catalog import (
     read_manifests,
     silent,
 )
+from kvcdn.origin.journal import Journal
 from kvcdn.origin.references import References
 from kvcdn.origin.sweep import Condemned, Sweeper, delete_manifests
 from kvcdn.origin.whole import BlockState, verify_block
@@ -92,12 +93,14 @@ def check_origin(
     read_blocks: bool = True,
     repair: bool = False,
     progress: Progress = silent,
+    journal: Callable[[], Journal] | None = None,
 ) -> Checked:
     """Checks every document and block at `store`, or those of one model.
 
     Without `read_blocks` blocks are only looked for, and their sizes compared. With `repair` damaged manifests are removed,
     then damaged blocks: what is left is whole, and publishing a removed document again makes it anew. Documents that come
-    or go meanwhile are no problem. Holds some 200 bytes of memory per block of a model.
+    or go meanwhile are no problem. A `journal` is opened where documents are removed, and says so first. Holds some 200 bytes
+    of memory per block of a model.
     """
     checked = Checked(read_blocks)
     for each in [tag] if tag else model_tags(store):
@@ -106,7 +109,7 @@ def check_origin(
         check.look_at_blocks()
         check.look_at_manifests()
         if repair:
-            check.repair()
+            check.repair(journal)
     checked.repaired = repair
     return checked
 
@@ -157,8 +160,10 @@ class _Check:
         self._checked.problems += self._problems.values()
         self._checked.documents_damaged += [key.rpartition("/")[2] for key in self._damaged]
 
-    def repair(self) -> None:
+    def repair(self, journal: Callable[[], Journal] | None) -> None:
         """Removes what is damaged: manifests first, so that none names a block that is gone."""
+        if journal and self._damaged:
+            journal().remove(self._tag, [address for key in self._damaged if (address := address_of(key))], "repair")
         self._checked.manifests_removed += delete_manifests(self._store, self._damaged, self._progress)
         corrupt = [key for key, problem in self._problems.items() if problem.kind is Kind.BLOCK_CORRUPT]
         if not corrupt:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
-from kvcdn.digest import ModelTag
+from kvcdn.digest import ModelTag, hash_bytes
 from kvcdn.errors import CorruptError, NotFoundError
+from kvcdn.journal import Published
 from kvcdn.keys import block_key
 from kvcdn.manifest import Manifest
 from kvcdn.origin.catalog import Progress, manifest_infos, model_tags, read_manifests, silent
+from kvcdn.origin.journal import Journal
 from kvcdn.origin.lease import Lease
 from kvcdn.origin.whole import BlockState, read_block, read_header
 from kvcdn.store import BlobStore
@@ -44,13 +47,26 @@ class _Conflict(Exception):  # noqa: N818 - not an error of the tree: it ends on
     """The target has another block under this name."""
 
 
-def copy_documents(source: BlobStore, target: BlobStore, *, tag: ModelTag | None = None, progress: Progress = silent) -> Copied:
+def copy_documents(
+    source: BlobStore,
+    target: BlobStore,
+    *,
+    tag: ModelTag | None = None,
+    progress: Progress = silent,
+    journal: Callable[[], Journal] | None = None,
+) -> Copied:
     """Copies every document of `source`, or those of one model, that `target` lacks.
 
     What exists at the target is never overwritten, so a copy that was interrupted goes on where it ended. A document that
-    cannot be copied does not stop the others. Raises what the stores raise; UsageError where the source cannot be listed.
+    cannot be copied does not stop the others. The target's `journal` is opened for the first document, and told of each before
+    its manifest is there. Raises what the stores raise; UsageError where the source cannot be listed.
     """
-    copied = Copied()
+    copied, opened = Copied(), cache(journal) if journal else None
+
+    def record(deed: Published) -> None:
+        if opened:
+            opened().append(deed)
+
     tags: Iterable[ModelTag] = [tag] if tag else model_tags(source)
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvcdn-copy") as pool:
         for each in tags:
@@ -59,7 +75,7 @@ def copy_documents(source: BlobStore, target: BlobStore, *, tag: ModelTag | None
                 try:
                     if listed.manifest is None:
                         raise listed.problem or CorruptError(f"{key}: cannot be read")
-                    _Copy(source, target, pool, copied).copy(key, listed.manifest, listed.data)
+                    _Copy(source, target, pool, copied, record).copy(key, listed.manifest, listed.data)
                 except _Conflict as conflict:
                     copied.conflicts.append({"object": key, "reason": str(conflict)})
                 except (CorruptError, NotFoundError) as error:
@@ -73,11 +89,19 @@ def copy_documents(source: BlobStore, target: BlobStore, *, tag: ModelTag | None
 class _Copy:
     """Copies one document after another."""
 
-    def __init__(self, source: BlobStore, target: BlobStore, pool: ThreadPoolExecutor, copied: Copied) -> None:
+    def __init__(
+        self,
+        source: BlobStore,
+        target: BlobStore,
+        pool: ThreadPoolExecutor,
+        copied: Copied,
+        record: Callable[[Published], None],
+    ) -> None:
         self._source = source
         self._target = target
         self._pool = pool
         self._copied = copied
+        self._record = record
 
     def copy(self, key: str, manifest: Manifest, data: bytes) -> None:
         """Copies the document of `manifest` unless the target has it: a manifest that exists is complete."""
@@ -91,6 +115,7 @@ class _Copy:
                     self._copied.blocks += size > 0
                     self._copied.blocks_existed += size == 0
                     self._copied.bytes += size
+            self._record(Published(manifest.tag, manifest.address, hash_bytes(data), manifest.expires, "copy"))
             lease.require()
             self._target.create(key, [data])
         self._copied.documents += 1

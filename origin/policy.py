@@ -26,7 +26,7 @@ def policy(role: Role, origin: str) -> dict[str, Any]:
             # Its own leases are all that a publisher has to delete.
             statements = [_allow(_READ + _WRITE, f"{objects}/v1/*"), _allow(_DELETE, f"{objects}/v1/*/leases/*")]
         case Role.OPERATOR:
-            statements = [_allow(_READ + _WRITE + _DELETE, f"{objects}/v1/*")]
+            statements = [_allow(_READ + _WRITE + _DELETE, f"{objects}/v1/*"), _deny(_DELETE, f"{objects}/v1/journal/*")]
     # Without a condition on the prefix, which a HEAD request does not carry: a missing object would be answered with 403.
     return {"Version": "2012-10-17", "Statement": [*statements, _allow(("s3:ListBucket",), bucket)]}
 
@@ -46,6 +46,11 @@ def lifecycle(origin: str) -> dict[str, Any]:
 
 def _allow(actions: tuple[str, ...], resource: str) -> dict[str, Any]:
     return {"Effect": "Allow", "Action": list(actions) if len(actions) > 1 else actions[0], "Resource": resource}
+
+
+def _deny(actions: tuple[str, ...], resource: str) -> dict[str, Any]:
+    """What no other statement can allow."""
+    return {**_allow(actions, resource), "Effect": "Deny"}
 
 
 def _resources(origin: str) -> tuple[str, str]:

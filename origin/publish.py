@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvcdn.errors import UnsupportedModelError, UsageError
+from kvcdn.journal import Published
 from kvcdn.keys import PRECISION_NATIVE, Namespace, PrefixNames
 from kvcdn.manifest import MAX_BLOCKS
 from kvcdn.model.load import LoadedModel
+from kvcdn.origin.journal import Journal
 from kvcdn.origin.lossy import LossyPublishing
 from kvcdn.origin.run import PublishProgress, PublishResult, Run
 from kvcdn.signing import SigningKey, TrustList
@@ -33,10 +35,15 @@ class Publisher:
         *,
         namespace: Namespace | None = None,
         trust: TrustList | None = None,
+        journal: Journal | None = None,
+        tenant: str = "",
     ) -> None:
+        """`journal` is the store's with the same key, where there is one already; `tenant` is for whom it publishes."""
         self.loaded = loaded
         self._store = store
         self._key = key
+        self._journal = journal or Journal(store, key)
+        self._tenant = tenant
         self._namespace = namespace or Namespace.public()
         # Blocks that others published under the same names are used only if they are trusted.
         self._trust = TrustList({**(trust.names if trust else {}), key.public: "myself"})
@@ -62,7 +69,7 @@ class Publisher:
         check_length(self.loaded, len(token_ids))
 
         def run_for(names: PrefixNames) -> Run:
-            return Run(self.loaded, self._store, self._key, self._trust, names, progress)
+            return Run(self.loaded, self._store, self._key, self._trust, names, progress, self._record)
 
         def run(chosen: str) -> Run:
             return run_for(self._names(token_ids, chosen))
@@ -76,6 +83,9 @@ class Publisher:
         native = run(PRECISION_NATIVE)
         native.publish(token_ids, label, expires)
         return native.result(self._namespace)
+
+    def _record(self, deed: Published) -> None:
+        self._journal.append(deed, self._tenant)
 
     def _names(self, token_ids: Sequence[int], precision: str) -> PrefixNames:
         names = PrefixNames.of(replace(self.loaded.identity, precision=precision), self._namespace, token_ids)

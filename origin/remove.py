@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcdn.digest import Digest, ModelTag
+from kvcdn.journal import Retired
 from kvcdn.keys import block_key
 from kvcdn.manifest import Manifest
 from kvcdn.origin.catalog import Progress, address_of, block_infos, manifest_infos, read_manifest, silent
+from kvcdn.origin.journal import Journal
 from kvcdn.origin.references import References
 from kvcdn.origin.sweep import Condemned, Sweeper, delete_manifests
 from kvcdn.store import BlobInfo, BlobStore
@@ -39,23 +41,28 @@ class Removal:
         return asdict(self)
 
 
-def remove_documents(store: BlobStore, infos: Sequence[BlobInfo], progress: Progress = silent) -> list[Removal]:
+def remove_documents(
+    store: BlobStore, infos: Sequence[BlobInfo], progress: Progress = silent, journal: Journal | None = None
+) -> list[Removal]:
     """Removes the documents of these manifests with all blocks that only they name; a result for each model.
 
-    Reads every other manifest of these models before it removes anything. Raises CorruptError where one cannot be read.
+    Reads every other manifest of these models before it removes anything, and says so in the `journal` first. Raises
+    CorruptError where one cannot be read.
     """
     by_model: dict[str, list[BlobInfo]] = {}
     for info in infos:
         by_model.setdefault(info.key.split("/")[1], []).append(info)
-    return [_remove(store, ModelTag(bytes.fromhex(tag)), group, progress) for tag, group in by_model.items()]
+    return [_remove(store, ModelTag(bytes.fromhex(tag)), group, progress, journal) for tag, group in by_model.items()]
 
 
-def _remove(store: BlobStore, tag: ModelTag, infos: list[BlobInfo], progress: Progress) -> Removal:
+def _remove(store: BlobStore, tag: ModelTag, infos: list[BlobInfo], progress: Progress, journal: Journal | None) -> Removal:
     listed = [found for info in infos if (found := read_manifest(store, info))]
     manifests = [found.manifest for found in listed if found.manifest]
     references = References(store, tag, progress)
     if manifests:  # what cannot be read names no blocks that we could remove, and needs no look at the others
         references.read(without=[address for found in listed if (address := address_of(found.info.key))])
+    if journal:
+        journal.remove(tag, [address for found in listed if (address := address_of(found.info.key))])
     for found in listed:
         store.delete(found.info.key)
     blocks = _blocks_from_the_last(manifests)
@@ -87,8 +94,10 @@ def _existing(store: BlobStore, tag: ModelTag, addresses: Iterable[Digest]) -> I
             yield Condemned(address, info.size, info.modified)
 
 
-def retire_model(store: BlobStore, tag: ModelTag, progress: Progress = silent) -> Removal:
-    """Removes every document and every block of a model, but what is published meanwhile."""
+def retire_model(store: BlobStore, tag: ModelTag, progress: Progress = silent, journal: Journal | None = None) -> Removal:
+    """Removes every document and every block of a model, but what is published meanwhile; the `journal` says so first."""
+    if journal:
+        journal.append(Retired(tag))
     documents = delete_manifests(store, (info.key for info in manifest_infos(store, tag)), progress)
     references = References(store, tag, progress)
     references.read()

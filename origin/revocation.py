@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from kvcdn.digest import Digest, ModelTag
+from kvcdn.digest import Digest, ModelTag, hash_bytes
 from kvcdn.errors import NotFoundError, UnavailableError
+from kvcdn.journal import Revoked
 from kvcdn.origin.catalog import Progress, read_manifest, silent
+from kvcdn.origin.journal import Journal
 from kvcdn.origin.references import References
 from kvcdn.revocation import (
     DEFAULT_LIFE_SECONDS,
@@ -48,11 +50,17 @@ def newest_list(store: BlobStore, signer: PublicKey) -> RevocationList | None:
 
 
 def change_revocations(
-    store: BlobStore, key: SigningKey, targets: Targets, *, undo: bool = False, seconds: int = DEFAULT_LIFE_SECONDS
+    store: BlobStore,
+    key: SigningKey,
+    targets: Targets,
+    *,
+    undo: bool = False,
+    seconds: int = DEFAULT_LIFE_SECONDS,
+    journal: Journal | None = None,
 ) -> tuple[RevocationList, bytes]:
     """Signs the next list, which revokes `targets` too, or, to `undo`, no more; it lasts `seconds`. The list, and its object.
 
-    Raises UsageError for a list that would be too long.
+    The `journal` is told afterwards: the list is signed and numbered itself. Raises UsageError for one that would be too long.
     """
     for _ in range(_TRIES):
         now = int(time.time())
@@ -63,6 +71,8 @@ def change_revocations(
             following = replace(following, **{name: before - named if undo else before | named})
         data = following.seal(key)
         if store.create(revocation_key(key.public, following.version), [data]):
+            if journal:
+                journal.append(Revoked(following.version, hash_bytes(data)))
             return following, data
     raise UnavailableError(f"{store.url}: others with this key revoke at the same time", hint="try again")
 

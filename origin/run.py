@@ -20,6 +20,7 @@ from kvcdn.certificate import Certificate
 from kvcdn.codec import Buffer, Encoded
 from kvcdn.digest import hash_bytes
 from kvcdn.errors import CorruptError, NotFoundError
+from kvcdn.journal import Published
 from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.manifest import BlockEntry, Manifest, open_manifest
 from kvcdn.model.bases import Bases
@@ -89,13 +90,16 @@ class Run:
         trust: TrustList,
         names: PrefixNames,
         progress: Callable[[PublishProgress], None],
+        record: Callable[[Published], object] = lambda _: None,
     ) -> None:
+        """`record` is told of the manifest before it is created: it keeps the origin's journal."""
         self.loaded = loaded
         self._store = store
         self._key = key
         self._trust = trust
         self.names = names
         self._progress = progress
+        self._record = record
         self._started = time.perf_counter()
         self._prefill_seconds = 0.0
         self._passes: list[Pass] = []
@@ -150,8 +154,10 @@ class Run:
                 producer=self._producer,
                 certificate=certificate,
             )
+            data = manifest.seal(self._key)
+            self._record(Published(names.model.tag, manifest.address, hash_bytes(data), expires))
             lease.require()
-            self._store.create(key, [manifest.seal(self._key)])
+            self._store.create(key, [data])
         self._outcome = "published" if existing is None else "repaired", manifest
 
     def existing_manifest(self) -> Manifest | None:

@@ -23,6 +23,7 @@ from kvcdn.keyring import load_namespace
 from kvcdn.model.tokens import encode_chat, encode_text
 from kvcdn.origin.fetching import fetch_document, resolve_public
 from kvcdn.origin.jobs import Job
+from kvcdn.origin.journal import Journal
 from kvcdn.origin.models import Models
 from kvcdn.origin.publish import Publisher, PublishProgress
 from kvcdn.origin.queue import ClaimLostError, JobQueue
@@ -50,6 +51,7 @@ class Worker:
 
     def __init__(self, settings: ServiceSettings, queue: JobQueue, store: BlobStore, key: SigningKey, trust: TrustList) -> None:
         self._settings, self._queue, self._store, self._key, self._trust = settings, queue, store, key, trust
+        self._journal = Journal(store, key)
         self._models = Models(settings.model_memory, settings.device)
         self.stop = threading.Event()
 
@@ -92,7 +94,15 @@ class Worker:
             prompt = encode_chat(loaded.tokenizer, document.messages(), answer_follows=False, tools=document.tools())
         else:
             prompt = encode_text(loaded.tokenizer, document.text)
-        publisher = Publisher(loaded, self._store, self._key, namespace=load_namespace(request.namespace), trust=self._trust)
+        publisher = Publisher(
+            loaded,
+            self._store,
+            self._key,
+            namespace=load_namespace(request.namespace),
+            trust=self._trust,
+            journal=self._journal,
+            tenant=job.tenant,
+        )
         told = 0.0
 
         def progress(done: PublishProgress) -> None:

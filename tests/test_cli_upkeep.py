@@ -32,7 +32,7 @@ def address(library, spec):
 
 def test_upkeep_needs_no_torch(tmp_path):
     """A bare install does all of it: nothing that these commands import is more than an edge has."""
-    modules = ("remove", "collect", "check", "copy", "doctor", "policy", "catalog", "standing")
+    modules = ("remove", "collect", "check", "copy", "doctor", "policy", "catalog", "standing", "journal_check")
     names = [*(f"kvcdn.origin.{name}" for name in modules), "kvcdn.cli.main", "kvcdn.stores.s3", "kvcdn.stores.folder"]
     program = f"import sys, importlib; [importlib.import_module(n) for n in {names!r}]; print(*sys.modules)"
     done = subprocess.run(

@@ -188,17 +188,19 @@ def test_something_else_than_ours_is_noticed():
 
 
 def allowed(document, action, resource):
-    """Whether an IAM policy allows the action there."""
+    """Whether an IAM policy allows the action there: some statement does, and none denies it."""
     from fnmatch import fnmatchcase
 
-    found = False
+    effects = set()
     for statement in document["Statement"]:
         actions = statement["Action"] if isinstance(statement["Action"], list) else [statement["Action"]]
-        found |= action in actions and fnmatchcase(resource, statement["Resource"])
-    return found
+        if action in actions and fnmatchcase(resource, statement["Resource"]):
+            effects.add(statement["Effect"])
+    return effects == {"Allow"}
 
 
 BLOCK = "arn:aws:s3:::kvcdn/production/v1/00/blocks/aa/bb"
+ENTRY = "arn:aws:s3:::kvcdn/production/v1/journal/7"
 LEASE = "arn:aws:s3:::kvcdn/production/v1/00/leases/cc"
 ELSEWHERE = "arn:aws:s3:::kvcdn/other/v1/00/blocks/aa/bb"
 
@@ -216,6 +218,8 @@ def test_a_policy_allows_no_more_than_is_needed(role):
     for action, (block, lease) in RIGHTS[role].items():
         assert (block, lease, False) == tuple(allowed(document, action, place) for place in (BLOCK, LEASE, ELSEWHERE))
     assert allowed(document, "s3:ListBucket", "arn:aws:s3:::kvcdn")
+    assert not allowed(document, "s3:DeleteObject", ENTRY)
+    assert allowed(document, "s3:PutObject", ENTRY) is (role is not Role.EDGE)
 
 
 def test_policies_are_for_s3():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from kvcdn.cli.options import AsJson
+from kvcdn.cli.options import AsJson, KeyFile, open_journal
 from kvcdn.cli.output import note, print_json, print_pairs, size, ticking
 from kvcdn.errors import CorruptError, KvcdnError
 
@@ -17,6 +18,7 @@ def copy(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Only this model: its name, tag or fingerprint.")] = None,
     endpoint: Annotated[str | None, typer.Option(help="S3 endpoint of the source, for a server that is not AWS.")] = None,
     to_endpoint: Annotated[str | None, typer.Option(help="S3 endpoint of the target.")] = None,
+    key: KeyFile = None,
     *,
     as_json: AsJson = False,
 ) -> None:
@@ -31,7 +33,8 @@ def copy(
 
     from_store, to_store, progress = open_store(source, endpoint=endpoint), open_store(target, endpoint=to_endpoint), ticking()
     tag = find_model(from_store, model, progress) if model is not None else None
-    copied = copy_documents(from_store, to_store, tag=tag, progress=progress)
+    journal = partial(open_journal, to_store, key)
+    copied = copy_documents(from_store, to_store, tag=tag, progress=progress, journal=journal)
     if as_json:
         print_json({"source": from_store.url, "target": to_store.url, **copied.to_json()})
     else:

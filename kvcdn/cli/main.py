@@ -19,6 +19,7 @@ from kvcdn.cli import (
     edge,
     explain,
     inspect,
+    journal,
     keygen,
     lint,
     listing,
@@ -72,6 +73,7 @@ app.command()(keygen.keygen)
 app.command()(token.token)
 app.command()(demo.demo)
 app.command()(economics.economics)
+app.add_typer(journal.app, name="journal")
 app.add_typer(trust.app, name="trust")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")

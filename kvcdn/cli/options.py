@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcdn.cli.output import note
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.paths import data_dir
 
 if TYPE_CHECKING:
     from kvcdn.client.transport import Source
-    from kvcdn.signing import TrustList
+    from kvcdn.origin.journal import Journal
+    from kvcdn.signing import SigningKey, TrustList
     from kvcdn.store import BlobStore
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id, or alias such as smollm2-135m.")]
@@ -54,6 +56,7 @@ Device = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda
 Local = Annotated[
     bool, typer.Option("--local/--no-local", help="Look into the local store, and keep there what is fetched (kvcdn cache).")
 ]
+KeyFile = Annotated[Path | None, typer.Option("--key", help="Signing key (PEM) to use in place of yours.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -96,6 +99,25 @@ def open_source(edges: list[str] | None, origin: str | None, endpoint: str | Non
     if urls:
         return open_(urls, token=token)
     return open_(origin or default_origin(), endpoint=endpoint)
+
+
+def signing_key(path: Path | None) -> SigningKey:
+    """The key at `path`, or the user's, which is made if there is none."""
+    from kvcdn.keyring import load_or_create_signing_key, load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
+
+    if path is not None:
+        return load_signing_key(path)
+    signer, new = load_or_create_signing_key(signing_key_path())
+    if new:
+        note(f"made your signing key {signing_key_path()}; readers trust it with: kvcdn keygen --trust {signer.public.text}")
+    return signer
+
+
+def open_journal(store: BlobStore, key: Path | None) -> Journal:
+    """The journal of `store`, to be signed with the key at `key`, or the user's."""
+    from kvcdn.origin.journal import Journal  # noqa: PLC0415 - see kvcdn.cli
+
+    return Journal(store, signing_key(key))
 
 
 def trust_list(path: Path | None) -> TrustList:

@@ -24,6 +24,7 @@ from kvcdn.cli.options import (
     TrustFile,
     open_origin,
     quiet_libraries,
+    signing_key,
     trust_list,
 )
 from kvcdn.cli.output import link, note, print_error, print_json, print_pairs, size
@@ -177,17 +178,9 @@ def _load(settings: PublisherSettings) -> LoadedModel:
 
 
 def _publisher(loaded: LoadedModel, settings: PublisherSettings, space: Namespace) -> Publisher:
-    from kvcdn.keyring import load_or_create_signing_key, load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.publish import Publisher  # noqa: PLC0415
+    from kvcdn.origin.publish import Publisher  # noqa: PLC0415 - see kvcdn.cli
 
-    if settings.key_file is not None:
-        signer = load_signing_key(settings.key_file)
-    else:
-        signer, new = load_or_create_signing_key(signing_key_path())
-        if new:
-            note(
-                f"made your signing key {signing_key_path()}; readers trust it with: kvcdn keygen --trust {signer.public.text}"
-            )
+    signer = signing_key(settings.key_file)
     store = open_origin(settings.origin, settings.endpoint)
     return Publisher(loaded, store, signer, namespace=space, trust=trust_list(settings.trust_file))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcdn.cli.options import AsJson, Endpoint, Origin, open_origin
+from kvcdn.cli.options import AsJson, Endpoint, KeyFile, Origin, open_journal, open_origin
 from kvcdn.cli.output import note, print_json, print_pairs, size, ticking
 from kvcdn.errors import UsageError
 
@@ -22,19 +22,20 @@ def remove(
     ],
     origin: Origin = None,
     endpoint: Endpoint = None,
+    key: KeyFile = None,
     *,
     as_json: AsJson = False,
 ) -> None:
     """Remove documents from an origin: their manifests, then the blocks that no other document begins with.
 
-    Edges keep copies until these are evicted or purged.
+    Edges keep copies until these are evicted or purged. The origin's journal says who removed what.
     """
     from kvcdn.origin.catalog import find_manifest  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.origin.remove import remove_documents  # noqa: PLC0415
 
     store = open_origin(origin, endpoint)
     infos = {info.key: info for info in (find_manifest(store, address) for address in addresses)}
-    removed = remove_documents(store, list(infos.values()), ticking())
+    removed = remove_documents(store, list(infos.values()), ticking(), open_journal(store, key))
     if as_json:
         print_json({"origin": store.url, "removed": sorted(infos), "models": [removal.to_json() for removal in removed]})
     else:
@@ -46,6 +47,7 @@ def retire(
     model: Annotated[str, typer.Option("--model", "-m", help="The model's tag, fingerprint, or the name it was published by.")],
     origin: Origin = None,
     endpoint: Endpoint = None,
+    key: KeyFile = None,
     *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
@@ -62,7 +64,7 @@ def retire(
         if as_json or not sys.stdin.isatty():
             raise UsageError(f"would {question}: not without being told so", hint="add --yes")
         typer.confirm(f"{question[0].upper()}{question[1:]}?", abort=True, err=True)
-    removal = retire_model(store, tag, progress)
+    removal = retire_model(store, tag, progress, open_journal(store, key))
     if as_json:
         print_json({"origin": store.url, **removal.to_json()})
     else:

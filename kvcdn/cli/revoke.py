@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvcdn.cli.inspect import day
-from kvcdn.cli.options import AsJson, Endpoint, Origin, open_origin
+from kvcdn.cli.options import AsJson, Endpoint, KeyFile, Origin, open_origin
 from kvcdn.cli.output import note, print_json, print_pairs, ticking
 from kvcdn.errors import NotFoundError, UsageError
 
@@ -33,7 +32,7 @@ def revoke(
     ] = None,
     origin: Origin = None,
     endpoint: Endpoint = None,
-    key: Annotated[Path | None, typer.Option(help="Signing key (PEM) to use in place of yours.")] = None,
+    key: KeyFile = None,
     days: Annotated[int, typer.Option(min=1, max=400, help="Days until the list has to be renewed.")] = 90,
     *,
     undo: Annotated[bool, typer.Option("--undo", help="Take back what was revoked.")] = False,
@@ -46,6 +45,7 @@ def revoke(
     """
     from kvcdn.keyring import keep_revocations, load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.origin.catalog import find_model  # noqa: PLC0415
+    from kvcdn.origin.journal import Journal  # noqa: PLC0415
     from kvcdn.origin.revocation import Targets, change_revocations  # noqa: PLC0415
     from kvcdn.signing import PublicKey  # noqa: PLC0415
 
@@ -57,7 +57,9 @@ def revoke(
         frozenset(PublicKey.from_text(text) for text in publisher or ()),
         frozenset(find_model(store, name) for name in model or ()),
     )
-    made, data = change_revocations(store, signer, targets, undo=undo, seconds=days * _SECONDS_PER_DAY)
+    made, data = change_revocations(
+        store, signer, targets, undo=undo, seconds=days * _SECONDS_PER_DAY, journal=Journal(store, signer)
+    )
     keep_revocations(data)
     _show(made, signer.public.text, as_json=as_json)
 

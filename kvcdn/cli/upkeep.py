@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcdn.cli.options import AsJson, Endpoint, Origin, open_origin
+from kvcdn.cli.options import AsJson, Endpoint, KeyFile, Origin, open_journal, open_origin
 from kvcdn.cli.output import note, print_json, print_pairs, print_text, size, ticking
 from kvcdn.errors import CorruptError, UsageError
 
@@ -56,6 +57,7 @@ def check(
     origin: Origin = None,
     endpoint: Endpoint = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Only this model: its name, tag or fingerprint.")] = None,
+    key: KeyFile = None,
     *,
     quick: Annotated[
         bool, typer.Option("--quick", help="Do not read blocks: only whether they are there, and as long as they should be.")
@@ -77,8 +79,9 @@ def check(
     from kvcdn.origin.check import check_origin  # noqa: PLC0415
 
     store, progress = open_origin(origin, endpoint), ticking()
+    journal = partial(open_journal, store, key)
     tag = find_model(store, model, progress) if model is not None else None
-    found = check_origin(store, tag=tag, read_blocks=not quick, repair=repair, progress=progress)
+    found = check_origin(store, tag=tag, read_blocks=not quick, repair=repair, progress=progress, journal=journal)
     if as_json:
         print_json({"origin": store.url, **found.to_json()})
     else:
