@@ -13,6 +13,7 @@ from kvcdn.edge.admission import TENANT, Admission
 from kvcdn.edge.body import read_body
 from kvcdn.edge.conditions import Precondition, evaluate, range_applies
 from kvcdn.edge.fetch import Fetcher, Found, Refused
+from kvcdn.edge.handing import Handing
 from kvcdn.edge.match import MatchRequest, MatchResult, match_chain
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
 from kvcdn.edge.peers import LOAD_HEADER, PEER_HEADER, Peers
@@ -55,7 +56,7 @@ class Edge:
         """`admin`: whether objects and administration share one address."""
         self._fetcher, self._presence, self._cache = fetcher, presence, cache
         self._admission, self._recall, self._administration = admission, recall, administration
-        self._admin = admin
+        self._admin, self._handing = admin, Handing(fetcher.origins, recall.revoked)
         self.peers: Peers | None = None
         """The other edges of the site, where there is one."""
         self.draining = False
@@ -67,7 +68,8 @@ class Edge:
         # An object has no query, but for a link's.
         is_object = not request.rel_url.raw_query_string or self._admission.guard.takes_links
         name = ObjectName.from_path(path) if is_object else None
-        if name is None and path != "/v1/match":
+        is_list = name is None and Handing.names(path[1:])
+        if name is None and path != "/v1/match" and not is_list:
             return await self.handle_admin(request) if self._admin else self._health(request) or _nothing()
         try:
             grant = self._grant(request, path if name is not None else None)
@@ -81,7 +83,7 @@ class Edge:
             headers = {"Retry-After": str(math.ceil(wait.seconds))}
             return PlainResponse.line(Note("limited"), 429, f"{grant.tenant} has used up its {wait.shortage}", headers)
         if name is None:
-            return self._only(("POST",), request, Note("match")) or await self._match(request, grant)
+            return await (self._hand_on(request, path[1:]) if is_list else self._match(request, grant))
         refusal = self._only(("GET", "HEAD"), request, Note("object", name.short))
         if refusal is None and not self._admission.covers(grant, name.tag):
             # Whether it exists is not for this tenant to know.
@@ -214,11 +216,28 @@ class Edge:
             return PlainResponse.line(note, 503, "the cached file is damaged; try again", {"Retry-After": str(RETRY_SECONDS)})
         return PlainResponse(note, status, headers, body)
 
+    async def _hand_on(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        """A list of revocations."""
+        note = Note("revocations")
+        refusal = self._only(("GET", "HEAD"), request, note)
+        if refusal is not None:
+            return refusal
+        try:
+            data = await self._handing.get(key)
+        except UnavailableError as error:
+            return PlainResponse.line(note, 504, str(error), {"Retry-After": str(RETRY_SECONDS)})
+        if data is None:
+            return PlainResponse.line(note, 404, f"there is no {key}", {})
+        return PlainResponse(note, 200, {"Content-Type": "application/octet-stream", "Cache-Control": IMMUTABLE}, data)
+
     def _drop(self, name: ObjectName) -> None:
         self._cache.drop_key(name.key, Harm.DAMAGED, "it could not be read to its end")
 
     async def _match(self, request: web.BaseRequest, grant: Grant) -> web.StreamResponse:
         note = Note("match")
+        refusal = self._only(("POST",), request, note)
+        if refusal is not None:
+            return refusal
         body = await read_body(request, note)
         if isinstance(body, PlainResponse):
             return body

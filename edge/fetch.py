@@ -35,7 +35,7 @@ from kvcdn.edge.storage import DiskCache, Harm, OpenEntry
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
-from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, RevokedError, UnavailableError
+from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, UnavailableError
 from kvcdn.signing import TrustList
 
 RUNNING_FILLS = 8
@@ -90,7 +90,8 @@ class Fetcher:
     def __init__(
         self, origins: Origins, cache: DiskCache, revoked: Revoked, metrics: Metrics, peers: Peers | None = None
     ) -> None:
-        self._origins, self._cache, self._revoked, self._metrics, self._peers = origins, cache, revoked, metrics, peers
+        self.origins = origins
+        self._cache, self._revoked, self._metrics, self._peers = cache, revoked, metrics, peers
         self._guests = Guests(int(cache.capacity * CAPACITY_SHARE) if peers else 0)
         self._fills: dict[str, Fill] = {}
         self._alive: weakref.WeakSet[Fill] = weakref.WeakSet()
@@ -171,7 +172,7 @@ class Fetcher:
                     break
         except (IntegrityError, OSError) as error:
             opened.file.close()
-            harm = Harm.REVOKED if isinstance(error, RevokedError) else Harm.DAMAGED
+            harm = Harm.of(error)
             self._cache.drop(name.key, opened.entry, harm, str(error))
             return None
         opened.entry.etag = head
@@ -301,8 +302,8 @@ class Fetcher:
     def _sources(self, fill: Fill) -> tuple[Origin, ...]:
         """Where the object may come from, in order: peers that are to keep it, then the origins."""
         if self._peers is None or fill.direct:
-            return self._origins.each
-        return (*self._peers.before(fill.name.key), *self._origins.each)
+            return self.origins.each
+        return (*self._peers.before(fill.name.key), *self.origins.each)
 
     def _count(self, origin: Origin) -> None:
         """`origin` is asked for an object."""

@@ -21,7 +21,7 @@ from kvcdn.edge.storage import DiskCache, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
-from kvcdn.errors import RevokedError
+from kvcdn.errors import UntrustedError
 
 KEYS_TOGETHER = 4096
 """Keys looked at between two turns of the loop: a millisecond or two."""
@@ -36,7 +36,7 @@ class Recall:
         self.revoked = revoked
         self._cache, self._fetcher = cache, fetcher
         self._sending: weakref.WeakKeyDictionary[FileResponse, ObjectName] = weakref.WeakKeyDictionary()
-        self._publishers = revoked.known.publishers
+        self._trust = revoked.trust
         self._sweep: asyncio.Task[None] | None = None
 
     def attend(self, response: FileResponse, name: ObjectName) -> None:
@@ -54,8 +54,7 @@ class Recall:
     async def recall(self) -> None:
         """Goes by what is revoked now."""
         self._fetcher.recall()
-        publishers = self.revoked.known.publishers
-        changed, self._publishers = publishers != self._publishers, publishers
+        changed, self._trust = self.revoked.trust != self._trust, self.revoked.trust
         if changed:
             # First: what begins to be served from here on is looked at anew, what began before is in `_sending`.
             self._cache.doubt()
@@ -68,10 +67,10 @@ class Recall:
             self._sweep = asyncio.create_task(self._confirm(self._cache.snapshot()), name="recall")
 
     def _is_revoked(self, name: ObjectName, response: FileResponse) -> bool:
-        """Whether the publisher of what is being sent is revoked, which its envelope tells."""
+        """Whether the publisher of what is being sent is trusted no more; its envelope tells who that is."""
         try:
             inspect_head(name, response.begins(MAX_ENVELOPE_BYTES), self.revoked.trust)
-        except RevokedError:
+        except UntrustedError:
             return True
         except Exception as error:  # noqa: BLE001 - the file is closed by now, or its fill goes on and is looked at as such
             log.debug("cannot look at %s: %s", name, error)
@@ -86,7 +85,7 @@ class Recall:
         await in_thread(self._cache.delete_removed)
 
     async def _confirm(self, keys: Iterable[str]) -> None:
-        """Reads the envelopes of all that is cached; those of revoked publishers are dropped."""
+        """Reads the envelopes of all that is cached; those of publishers who are trusted no more are dropped."""
         for key in keys:
             try:
                 await self._fetcher.confirm(key)

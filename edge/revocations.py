@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 from kvcdn.edge.origins import Origin, Origins, close_pieces
-from kvcdn.edge.outcome import Reason, Refusal
+from kvcdn.edge.outcome import Refusal
 from kvcdn.edge.staging import FOLDER_MODE, sync_folder
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
-from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, RevokedError, UnavailableError
+from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UntrustedError
 from kvcdn.revocation import (
     MAX_REVOCATIONS_BYTES,
     RevocationList,
@@ -52,6 +52,13 @@ class Revoked:
         self._addresses = {str(address) for found in known.lists.values() for address in found.addresses}
         self._models = {str(tag) for found in known.lists.values() for tag in found.models}
 
+    def relist(self, listed: TrustList | None, kept: Revocations) -> None:
+        """Goes by another trust list, and by what is `kept` of those who are on it now."""
+        self.listed = listed
+        known = self.known.of(listed) if listed is not None else Revocations()
+        newer = {signer: found for signer, found in kept.lists.items() if found.version > known.version(signer)}
+        self.adopt(Revocations({**known.lists, **newer}))
+
     def covers(self, key: str) -> bool:
         """Whether the object under `key` is revoked by its address or model; its publisher is in its envelope only."""
         return key[-64:] in self._addresses or key[3:35] in self._models
@@ -64,8 +71,8 @@ class Revoked:
                 self.known.require_address(name.address)
             if publisher is not None and self.trust is not None:
                 self.trust.require(publisher, str(name))
-        except RevokedError as error:
-            return Refusal(Reason.REVOKED, str(error))
+        except UntrustedError as error:
+            return Refusal.of(error)
         return None
 
     def lead(self, keys: Sequence[str]) -> Sequence[str]:
@@ -124,47 +131,59 @@ class Watch:
         self._revoked, self._origins, self._kept = revoked, origins, kept
         self._seconds, self._recall = seconds, recall
         self._troubled: set[tuple[str, PublicKey]] = set()
+        self._at_once = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watches while the context lasts."""
-        trust = self._revoked.listed
-        tasks = []
-        if trust is not None and self._seconds:
-            tasks = [asyncio.create_task(self._watch(trust), name="revocations")]
+        task = asyncio.create_task(self._watch(), name="revocations")
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
-    async def _watch(self, trust: TrustList) -> None:
-        if self._revoked.known.lists:
-            # A signer may have come onto the trust list, or off it, while the edge was down.
-            await self._recall()
-        done = self._revoked.known
+    def trust(self, listed: TrustList | None) -> None:
+        """Goes by another trust list from now on, before each answer; ends and deletes what may not be served any more."""
+        self._revoked.relist(listed, self._kept.load(listed) if listed is not None else Revocations())
+        self._at_once.set()
+
+    async def _watch(self) -> None:
+        # A signer may have come onto the trust list, or off it, while the edge was down.
+        done = self._revoked.trust if not self._revoked.known.lists else None
         while True:
+            self._at_once.clear()
+            listed = self._revoked.listed
             try:
-                for signer in trust.names:
-                    for origin in self._origins.each:
-                        await self._ask(origin, signer, trust)
-                known = self._revoked.known
-                if known is not done:
-                    await self._recall()
-                    done = known
+                if self._revoked.trust is not done:
+                    done = await self._recalled()
+                if listed is not None and self._seconds:
+                    for signer in listed.names:
+                        for origin in self._origins.each:
+                            await self._ask(origin, signer, listed)
+                if self._revoked.trust is not done:
+                    done = await self._recalled()
             except Exception:
                 # Whatever it was: what is known is honoured before each answer, and the next round tries again.
                 log.exception("the recall of what is revoked failed")
-            await asyncio.sleep(self._seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._at_once.wait(), self._seconds if listed is not None and self._seconds else None)
+
+    async def _recalled(self) -> TrustList | None:
+        """Recalls; by which list."""
+        trust = self._revoked.trust
+        await self._recall()
+        return trust
 
     async def _ask(self, origin: Origin, signer: PublicKey, trust: TrustList) -> None:
         """Adopts a newer list of `signer` if `origin` has one. Whatever else it has takes nothing back."""
+        if self._revoked.listed is not trust:
+            return
         trouble = origin.url, signer
         try:
             data = await in_thread(_newest, origin, signer, self._revoked.known.version(signer))
-            if data is not None:
+            if data is not None and self._revoked.listed is trust:
                 found = open_revocations(data, f"revocations by {signer.text} at {origin.url}")
                 if found.signer != signer:
                     raise CorruptError(f"{origin.url}: the list of {signer.text} is signed by another")
@@ -184,10 +203,10 @@ class Watch:
 
 
 def _newest(origin: Origin, signer: PublicKey, known: int) -> bytes | None:
-    return find_newest(lambda version: _read(origin, revocation_key(signer, version)), known)
+    return find_newest(lambda version: read_list(origin, revocation_key(signer, version)), known)
 
 
-def _read(origin: Origin, key: str) -> bytes | None:
+def read_list(origin: Origin, key: str) -> bytes | None:
     """A list, whole; None where there is none. Raises CorruptError where it is too long for one, UnavailableError."""
     deadline = time.monotonic() + ASK_SECONDS
     try:

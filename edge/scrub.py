@@ -23,7 +23,7 @@ from kvcdn.edge.storage import DiskCache, Entry, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
-from kvcdn.errors import CorruptError, IntegrityError, RevokedError
+from kvcdn.errors import CorruptError, IntegrityError
 from kvcdn.signing import TrustList
 
 PIECES_PER_SECOND = 4
@@ -95,7 +95,7 @@ class Scrub:
         try:
             await self._read(name, opened.file, opened.entry)
         except (IntegrityError, OSError) as error:
-            harm = Harm.REVOKED if isinstance(error, RevokedError) else Harm.DAMAGED
+            harm = Harm.of(error)
             self._cache.drop(key, opened.entry, harm, f"the scrub found it {harm}: {error}")
             self._count(Finding.DAMAGED)
         else:

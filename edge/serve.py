@@ -20,6 +20,7 @@ from pathlib import Path
 from aiohttp import web
 
 from kvcdn.access import listening
+from kvcdn.access.guard import read_token
 from kvcdn.access.listening import ListenAddress
 from kvcdn.edge.access import AccessLogger, access_log
 from kvcdn.edge.administration import Administration
@@ -36,7 +37,7 @@ from kvcdn.edge.recall import Recall
 from kvcdn.edge.respond import FileResponse
 from kvcdn.edge.revocations import KeptLists, Revoked, Watch
 from kvcdn.edge.scrub import Scrub
-from kvcdn.edge.settings import RELOADABLE, EdgeSettings
+from kvcdn.edge.settings import ENV_PREFIX, RELOADABLE, EdgeSettings
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.warm import Warming
 from kvcdn.errors import KvcdnError, UnavailableError, UsageError
@@ -74,6 +75,7 @@ class ServingEdge:
     settings: EdgeSettings
     _edge: Edge
     _admission: Admission
+    _watch: Watch
     _tls: ssl.SSLContext | None
     _peers: Peers | None
 
@@ -84,7 +86,9 @@ class ServingEdge:
         """
         # Tried on a context of its own: a certificate that does not fit its key would leave ours with neither.
         tls_context(settings)
+        trust = trust_list(settings.trust_file)
         self._admission.apply(settings)
+        self._watch.trust(trust)
         if self._peers is not None:
             self._peers.use_token(self._admission.guard.peer_token)
         if self._tls is not None and settings.tls_cert and settings.tls_key:
@@ -115,9 +119,11 @@ def run(settings: EdgeSettings, reload: Callable[[], EdgeSettings] | None = None
 
 def open_origins(settings: EdgeSettings) -> list[BlobStore]:
     """The origins of `settings` in their order; nothing is asked of them yet. Raises UsageError."""
-    origin_token = settings.origin_token.get_secret_value() if settings.origin_token else None
-    first = open_store(settings.origin, endpoint=settings.endpoint, token=origin_token)
-    return [first, *(open_store(url) for url in settings.fallback_origins)]
+    tokens = {url: read_token(None, path, ENV_PREFIX) for url, path in settings.origin_token_files.items()}
+    if settings.origin_token is not None:
+        tokens[settings.origin] = settings.origin_token.get_secret_value()
+    first = open_store(settings.origin, endpoint=settings.endpoint, token=tokens.get(settings.origin))
+    return [first, *(open_store(url, token=tokens.get(url)) for url in settings.fallback_origins)]
 
 
 def site(settings: EdgeSettings) -> Peers | None:
@@ -209,7 +215,7 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             await stack.enter_async_context(watch.running())
             await stack.enter_async_context(Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second).running())
             await stack.enter_async_context(_keeping_accounts(admission))
-            yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, tls, peers)
+            yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, watch, tls, peers)
     finally:
         cache.close()
 

@@ -82,6 +82,10 @@ class EdgeSettings(BaseSettings):
     origin: str = Field(min_length=1, description="Where objects come from: a folder, s3://bucket/prefix, http(s)://host.")
     endpoint: str | None = Field(default=None, description="The S3 endpoint, for a server that is not AWS.")
     origin_token: SecretStr | None = Field(default=None, description="Bearer token for an http(s) origin that asks for one.")
+    origin_token_files: dict[str, Path] = Field(
+        default_factory=dict,
+        description="Files that hold bearer tokens, each by the URL of the one origin that it is for.",
+    )
     fallback_origins: tuple[str, ...] = Field(
         default=(),
         max_length=8,
@@ -172,6 +176,15 @@ class EdgeSettings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _tokens_have_origins(self) -> Self:
+        for url in self.origin_token_files:
+            if url not in (self.origin, *self.fallback_origins):
+                raise ValueError(f"origin_token_files names {url[:200]}, which is none of the origins")
+        if self.origin_token is not None and self.origin in self.origin_token_files:
+            raise ValueError("origin_token and origin_token_files both hold a token for origin")
+        return self
+
+    @model_validator(mode="after")
     def _site_is_whole(self) -> Self:
         if (self.self is None) != (not self.peers):
             raise ValueError("peers and self go together")
@@ -207,6 +220,7 @@ RELOADABLE = frozenset(
         "tls_key",
         "token",
         "token_file",
+        "trust_file",
     )
 )
 """Settings that SIGHUP applies; their files are read again. The others need a restart."""

@@ -37,7 +37,7 @@ from kvcdn.edge.eviction import Eviction
 from kvcdn.edge.index import FileIndex, StoredFile
 from kvcdn.edge.staging import FILE_MODE, FOLDER_MODE, Departed, Room, delete_files, sync_folder
 from kvcdn.edge.target import ObjectName
-from kvcdn.errors import UnavailableError, UsageError
+from kvcdn.errors import RevokedError, UnavailableError, UntrustedError, UsageError
 
 _FANOUT = 256
 """Folders of objects, by the address's first two digits: made once, so that a fill syncs one existing folder."""
@@ -63,6 +63,15 @@ class Harm(StrEnum):
     """Its bytes are not what was stored, or the disk does not give them."""
     REVOKED = "revoked"
     """Nothing had: a list of revocations takes it back."""
+    UNTRUSTED = "untrusted"
+    """Nothing had: its publisher is not on the trust list any more."""
+
+    @classmethod
+    def of(cls, error: Exception) -> Harm:
+        """What an envelope's check, or reading the file, ended with."""
+        if isinstance(error, RevokedError):
+            return cls.REVOKED
+        return cls.UNTRUSTED if isinstance(error, UntrustedError) else cls.DAMAGED
 
 
 @dataclass(slots=True)

@@ -9,11 +9,16 @@ from pathlib import Path
 import pytest
 
 from kvcdn.edge.launch import RunningEdge
+from kvcdn.edge.serve import check
+from kvcdn.edge.settings import load_settings
+from kvcdn.errors import UsageError
 from kvcdn.stores import open_store
 from kvcdn.stores.folder import FolderStore
+from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
 from support.edge_process import ask, ask_match, connect, exchange, origin_gets, origin_stats, running_edge
 from support.seaweed import S3Server
+from support.web import running_web
 
 MOST_RESIDENT_BYTES = 120_000_000
 
@@ -93,3 +98,37 @@ def test_an_edge_before_an_edge(tmp_path: Path) -> None:
         assert (206, document.blocks[cached][1:101]) == (reply.status, reply.body)
         assert 504 == ask(near.url, f"/{rest[0]}").status
         assert 1 <= ask_match(near.url, document.model.tag, document.addresses).json()["matched"]
+
+
+def test_each_origin_sees_its_own_token(tmp_path: Path) -> None:
+    """Three origins: the first asks for one token, the second for another, the third for none and sees none."""
+    document = make_document(tokens=2500, seed=43)
+    key, *_ = document.blocks
+    third = MemoryStore()
+    document.publish(third)
+    tokens = ["what-the-first-origin-asks-for", "what-the-second-origin-asks-for"]
+    files = [tmp_path / "first", tmp_path / "second"]
+    for file, token in zip(files, tokens, strict=True):
+        file.write_text(token + "\n")
+    with running_web(MemoryStore()) as one, running_web(MemoryStore()) as two, running_web(third) as three:
+        one.token, two.token = tokens
+        given = {"fallback_origins": [two.url, three.url], "origin_token_files": {one.url: files[0], two.url: files[1]}}
+        with running_edge(one.url, tmp_path / "cache", **given) as edge:
+            assert document.blocks[key] == ask(edge.url, f"/{key}").body
+        seen = [[headers.get("Authorization") for _, _, headers in web.requests] for web in (one, two, three)]
+        assert [[f"Bearer {tokens[0]}"], [f"Bearer {tokens[1]}"], [None]] == seen
+
+
+def test_a_token_belongs_to_an_origin_that_there_is(tmp_path: Path) -> None:
+    """A URL that is none of the origins is a slip; so are two tokens for one."""
+    (tmp_path / "token").write_text("0123456789abcdef")
+    given = {"origin": "http://127.0.0.1:1", "origin_token_files": {"http://127.0.0.1:2": tmp_path / "token"}}
+    with pytest.raises(UsageError, match="none of the origins"):
+        load_settings(None, given)
+    given["origin_token_files"] = {"http://127.0.0.1:1": tmp_path / "token"}
+    with pytest.raises(UsageError, match="both hold a token"):
+        load_settings(None, {**given, "origin_token": "x" * 16})
+    check(load_settings(None, given))
+    (tmp_path / "token").write_text("short")
+    with pytest.raises(UsageError, match="does not hold a usable token"):
+        check(load_settings(None, given))

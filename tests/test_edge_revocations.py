@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,20 @@ from kvcdn.digest import Digest
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.revocation import MAX_REVOCATIONS_BYTES, RevocationList, revocation_key
 from kvcdn.signing import SigningKey
+from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
-from support.edge_process import WatchedStore, ask, ask_match, connect, edge_in_thread, metric, object_files, settle
+from support.edge_process import (
+    WatchedStore,
+    ask,
+    ask_match,
+    connect,
+    edge_in_thread,
+    metric,
+    object_files,
+    running_edge,
+    settle,
+)
 
 SIGNER = SigningKey.generate()
 
@@ -246,3 +258,88 @@ def test_a_chain_leads_to_its_first_revoked_block(document: Document) -> None:
         revoked.adopt(Revocations({SIGNER.public: listed(document, "addresses", place=place)}))
         assert keys[:place] == list(revoked.lead(keys))
     assert not revoked.covers(f"v1/{document.model.tag}/manifests/{Digest(bytes(32))}")
+
+
+def test_lists_are_handed_on_through_tiers(document: Document, trust: Path, tmp_path: Path) -> None:
+    """Folder, edge without a trust list, edge with one: the last honours what the first was given, and a later list too."""
+    store = FolderStore(tmp_path / "origin")
+    document.publish(store)
+    path = "/" + next(iter(document.blocks))
+    with (
+        running_edge(str(tmp_path / "origin"), tmp_path / "far") as far,
+        running_edge(far.url, tmp_path / "near", trust_file=trust, revocation_poll_seconds=0.2) as near,
+    ):
+        assert 200 == ask(near.url, path).status
+        assert store.create(revocation_key(SIGNER.public, 1), [listed(document, "addresses").seal(SIGNER)])
+        until(lambda: ask(near.url, path).status == 410)
+        assert store.create(revocation_key(SIGNER.public, 2), [listed(document, "nothing", version=2).seal(SIGNER)])
+        until(lambda: ask(near.url, path).status == 200)
+
+
+def test_only_lists_that_are_what_their_name_says_are_handed_on(document: Document, trust: Path, tmp_path: Path) -> None:
+    """Not another number's, not another signer's, not junk, not a stranger's where there is a trust list; GET and HEAD only."""
+    store, stranger = published(document), SigningKey.generate()
+    good, one = listed(document, "addresses").seal(SIGNER), revocation_key(SIGNER.public, 1)
+    store.create(one, [good])
+    store.create(revocation_key(SIGNER.public, 2), [good])
+    store.create(revocation_key(SIGNER.public, 3), [b"junk" * 100])
+    strange = revocation_key(stranger.public, 1)
+    store.create(strange, [listed(document, "models").seal(stranger)])
+    with edge_before(store, tmp_path, trust, revocation_poll_seconds=0) as edge:
+        reply = ask(edge.url, f"/{one}")
+        assert (200, good) == (reply.status, reply.body)
+        assert "immutable" in reply.headers["Cache-Control"]
+        assert b"" == ask(edge.url, f"/{one}", "HEAD").body
+        assert 405 == ask(edge.url, f"/{one}", "POST", body=b"{}").status
+        assert [404, 504] == [ask(edge.url, "/" + revocation_key(SIGNER.public, number)).status for number in (2, 3)]
+        assert 404 == ask(edge.url, "/" + revocation_key(SIGNER.public, 9)).status
+        assert 404 == ask(edge.url, f"/{strange}").status
+        assert 404 == ask(edge.url, f"/{one}0").status
+    with edge_before(store, tmp_path / "open", None) as edge:
+        assert 200 == ask(edge.url, f"/{strange}").status
+
+
+def test_sighup_goes_by_the_trust_file_as_it_is_now(document: Document, large: Document, tmp_path: Path) -> None:
+    """Who is taken off is served no more, his files go, his response breaks off; who is put on is served, others stay."""
+    trust = tmp_path / "trust"
+    trust.write_text(f"{large.key.public.text}\n")
+    store = FolderStore(tmp_path / "origin")
+    document.publish(store)
+    large.publish(store)
+    small, big = "/" + next(iter(document.blocks)), "/" + next(iter(large.blocks))
+    with running_edge(str(tmp_path / "origin"), tmp_path / "cache", trust_file=trust) as edge:
+        assert [502, 200] == [ask(edge.url, path).status for path in (small, big)]
+        settle(edge.url)
+        with contextlib.closing(slow_connection(edge.url)) as connection:
+            connection.request("GET", big)
+            response = connection.getresponse()
+            trust.write_text(f"{document.key.public.text}\n")
+            edge.process.send_signal(signal.SIGHUP)
+            until(lambda: ask(edge.url, big).status == 502)
+            until(lambda: ask(edge.url, small).status == 200)
+            with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+                response.read()
+        until(lambda: metric(edge.url, 'kvcdn_edge_dropped_objects_total{harm="untrusted"}') == 1)
+        settle(edge.url)
+        assert [next(iter(document.blocks))[-64:]] == [path.name[:64] for path in object_files(tmp_path / "cache")]
+        trust.write_text("nonsense\n")
+        edge.process.send_signal(signal.SIGHUP)
+        until(lambda: "settings are not reloaded" in edge.log())
+        assert 200 == ask(edge.url, small).status
+
+
+def test_sighup_begins_and_ends_to_honour_lists(document: Document, trust: Path, tmp_path: Path) -> None:
+    """Of a signer who comes onto the trust list the lists count, also those kept before; of one who leaves they do not."""
+    everybody = trust.read_text()
+    without = "".join(line for line in everybody.splitlines(keepends=True) if SIGNER.public.text not in line)
+    trust.write_text(without)
+    store = FolderStore(tmp_path / "origin")
+    document.publish(store)
+    store.create(revocation_key(SIGNER.public, 1), [listed(document, "addresses").seal(SIGNER)])
+    path = "/" + next(iter(document.blocks))
+    with running_edge(str(tmp_path / "origin"), tmp_path / "cache", trust_file=trust) as edge:
+        assert 200 == ask(edge.url, path).status
+        for text, status in ((everybody, 410), (without, 200), (everybody, 410)):
+            trust.write_text(text)
+            edge.process.send_signal(signal.SIGHUP)
+            until(lambda status=status: ask(edge.url, path).status == status)
