@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.local import FetchedPrefix, LocalPrefix, can_hold
 from kvcdn.client.match import PublishedPrefix, find_in_precisions
-from kvcdn.client.plan import Aim, Mode
+from kvcdn.client.plan import NEAR, Aim, Mode, seconds
 from kvcdn.client.race import Race
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.supply import Supply
@@ -19,7 +19,7 @@ from kvcdn.errors import KvcdnError, MismatchError
 from kvcdn.keys import PRECISION_NATIVE, Chain
 from kvcdn.model.cache import build_cache
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.speed import prefill_speed
+from kvcdn.model.speed import prefill_speeds
 from kvcdn.model.tokens import Prompt
 
 
@@ -35,6 +35,7 @@ class Attempt:
         self.prompt = prompt
         self.report = report
         self._loaded = loaded
+        self._aim = aim
         # One budget of time and retries for the prompt, whatever it asks for.
         self._supply = supply = replace(supply, source=supply.source.session())
         self._identity = loaded.identity
@@ -49,6 +50,8 @@ class Attempt:
             self._published = self._match()
             self._prefer_longer()
         self.length = min(self._published.tokens, len(prompt.token_ids) - 1)
+        if aim.mode is None and self.length > 0:
+            self._leave_short_prefix()
         self.race: Race | None = None
         if self.length > 0 and self._local is None:
             self.race = Race(
@@ -91,6 +94,23 @@ class Attempt:
             self._local, self._held = None, self._local
         else:
             self._local = None
+
+    def _leave_short_prefix(self) -> None:
+        """Uses no prefix where the model was seen to read the whole prompt sooner than what is behind it."""
+        speeds, total = prefill_speeds(self._loaded), len(self.prompt.token_ids)
+        behind, whole = speeds.rest(self.length, total), speeds.rest(0, total)
+        if not speeds.rests_measured or behind is None or whole is None or whole * NEAR >= behind:
+            return
+        self.report.reason = MissReason.PLANNED
+        self.report.detail = (
+            f"here the model reads all {total:,} tokens in {seconds(whole)}, and the {total - self.length:,} behind the"
+            f" {self.length:,} published ones in {seconds(behind)}"
+        )
+        self._local, self._published, self.length = None, PublishedPrefix(()), 0
+
+    def _sooner_anew(self, tokens: int) -> bool:
+        """Whether the model reads the whole prompt sooner than what is behind so many tokens, which are fewer than planned."""
+        return self._aim.mode is not Mode.FETCH and prefill_speeds(self._loaded).anew(tokens, len(self.prompt.token_ids))
 
     @property
     def fetch(self) -> PrefixFetch | None:
@@ -173,6 +193,9 @@ class Attempt:
         usable = race.blocks_usable
         if self._held is not None and usable < len(self._held.blocks):
             return self._held_alone(race, self._held)
+        if 0 < usable < len(self._published.blocks) and self._sooner_anew(self._published.blocks[usable - 1].end):
+            race.drop()
+            usable = 0
         self._published = PublishedPrefix(self._published.blocks[:usable])
         self.length = min(self._published.tokens, self.length)
         self.record()
@@ -191,7 +214,11 @@ class Attempt:
         elif race.planned:
             self.report.reason, self.report.detail = MissReason.PLANNED, race.planned
         self.report.plan, self.report.bytes_fetched = race.history.to_json(), race.bytes_fetched
-        self.race, self._local, self._held = None, held, None
+        self.race, self._held = None, None
+        if self._sooner_anew(held.length):
+            self._published, self.length = PublishedPrefix(()), 0
+            return None
+        self._local = held
         self._published, self.length = PublishedPrefix(held.blocks), held.length
         return self.complete_cache()
 
@@ -207,10 +234,10 @@ class Attempt:
             return
         report.precision = self._identity.precision
         report.bytes_raw = self._loaded.identity.layout.needed_bytes(self.length)
-        speed = prefill_speed(self._loaded)
-        if speed:
+        avoided = prefill_speeds(self._loaded).remaining(0, self.length, len(self.prompt.token_ids))
+        if avoided is not None:
             spent = sum(report.seconds.get(stage, 0.0) for stage in ("local", "match"))
-            report.seconds_saved = speed.seconds(0, self.length) - spent - (race.spent_s if race is not None else 0.0)
+            report.seconds_saved = avoided - spent - (race.spent_s if race is not None else 0.0)
 
     def _record_race(self, race: Race) -> None:
         report = self.report

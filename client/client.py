@@ -322,8 +322,10 @@ class Client:
         cache = None if attempt is None else attempt.admitted_cache(audit=audit)
         started = time.perf_counter()
         output = generation.run(generation.inputs(cache, report))
-        if cache is None and self.loaded is not None and generation.copies == 1:
-            remember_prefill(self.loaded, len(generation.prompt.token_ids), generation.first_token_at - started)
+        if self.loaded is not None and generation.copies == 1:
+            behind = 0 if attempt is None or cache is None else attempt.length
+            took = generation.first_token_at - started
+            remember_prefill(self.loaded, len(generation.prompt.token_ids), took, behind=behind)
         return output
 
     def _attempt(self, prompt: Prompt, started: float, aim: Aim) -> tuple[Report, Attempt | None]:

@@ -84,6 +84,7 @@ class Delivery:
         self._stopped = self.arrived
         self._reader: ObjectReader | None = None
         self._keys: ObjectKeys | None = None
+        self._rows_taken = False
         self._aside: list[list[torch.Tensor]] | None = None
         self._earlier: dict[int, list[torch.Tensor]] = {}
         self._checkpoint = order.model.layout.is_checkpoint(name.index, name.tokens)
@@ -112,11 +113,11 @@ class Delivery:
     @property
     def complete(self) -> bool:
         """Whether all that is wanted is in its rows."""
-        return self.computed or (self.arrived and self._aside is None)
+        return self.computed or (self.arrived and not self._rows_taken)
 
     def holds(self, layer: int) -> bool:
         """Whether the rows of `layer` hold what is wanted of them."""
-        return self.computed or not self.wanted[layer] or (self._next_layer > layer and self._aside is None)
+        return self.computed or not self.wanted[layer] or (self._next_layer > layer and not self._rows_taken)
 
     def bytes_left(self, ratio: float) -> float:
         """Object bytes still to come; before the header is there, raw bytes times `ratio`."""
@@ -182,6 +183,8 @@ class Delivery:
 
     def _decode(self, header: BlockHeader, layer: int, stored: memoryview, scratch: bytearray) -> None:
         started = time.perf_counter()
+        if self._rows_taken and self._aside is None:
+            self._aside = self._room_aside()
         places = self.places(layer) if self._aside is None else self._aside[layer]
         on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
         if self._keys is None:
@@ -219,8 +222,18 @@ class Delivery:
     def put_aside(self) -> None:
         """From now on what arrives, and what has, is kept beside its rows, which somebody else is going to write."""
         with self._lock:
-            if self._aside is None and any(self.wanted) and not self.computed:
-                self._aside = [[tensor.clone() for tensor in self.places(layer)] for layer in range(len(self.wanted))]
+            if self._rows_taken or not any(self.wanted) or self.computed:
+                return
+            self._rows_taken = True
+            if self._next_layer:
+                self._aside = self._room_aside()
+
+    def _room_aside(self) -> list[list[torch.Tensor]]:
+        """Room for every layer, with what has arrived."""
+        return [
+            [tensor.clone() if layer < self._next_layer else torch.empty_like(tensor) for tensor in self.places(layer)]
+            for layer in range(len(self.wanted))
+        ]
 
     def bring_back(self) -> None:
         """Puts what is aside into its rows, which nobody else writes any more."""
@@ -229,12 +242,12 @@ class Delivery:
                 if layer < self._next_layer:
                     for place, tensor in zip(self.places(layer), tensors, strict=True):
                         place.copy_(tensor)
-            self._aside = None
+            self._rows_taken, self._aside = False, None
 
     def outrun(self) -> None:
         """The block was computed: what was on its way is not wanted any more."""
         with self._lock:
-            self.computed, self._stopped, self._aside = True, True, None
+            self.computed, self._stopped, self._rows_taken, self._aside = True, True, False, None
         self._wake()
 
     def stop(self) -> None:

@@ -82,6 +82,9 @@ class _FallbackSession:
     def session(self, limit_s: float | None = None) -> Session:
         return _FallbackSession(self.url, self._edges.session(limit_s), self._origin.session(limit_s))
 
+    def failing_s(self) -> float:
+        return (self._origin if self._failed else self._edges).failing_s()
+
     def abort(self) -> None:
         self._edges.abort()
         self._origin.abort()

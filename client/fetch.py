@@ -50,6 +50,9 @@ TICK_SECONDS = 0.02
 SALVAGE_SILENCE_SECONDS = 2.0
 """After a failure, blocks that are still on their way are waited for as long as some of them deliver in such a time."""
 
+FAILING_SECONDS = 0.05
+"""Requests that have failed for so long, without a byte since, mean a source that is down, not one connection that broke."""
+
 _OF_ALL = (UnavailableError, UntrustedError, QualityError)
 """Errors that the other blocks of the prefix would end in, too."""
 
@@ -173,7 +176,12 @@ class PrefixFetch:
         return len(self._threads)
 
     def rate(self, now: float, grace_s: float) -> float | None:
-        """Bytes per second of late; a silence of more than `grace_s` lowers it as it lasts. None while too little has come."""
+        """Bytes per second of late; a silence of more than `grace_s` lowers it as it lasts, and 0 where requests fail.
+
+        None while too little has come.
+        """
+        if self._source.failing_s() > FAILING_SECONDS:
+            return 0.0
         with self._changed:
             if len(self._arrivals) < LEAST_ARRIVALS:
                 return None
@@ -286,16 +294,27 @@ class PrefixFetch:
             self.width = len(self._threads)
             self._changed.notify_all()
 
-    def is_enough(self, index: int) -> bool:
-        """Whether block `index` has arrived, be it aside, so that nobody need compute it."""
-        one = self.deliveries[index]
-        if not one.arrived:
-            return False
-        return self._reaches(index + 1) or all(other.complete for other in self.deliveries if other is not one)
+    def computing(self, first: int, count: int) -> None:
+        """`count` blocks from `first` on are being computed: what arrives of them does so aside."""
+        for one in self.deliveries[first : first + count]:
+            one.put_aside()
 
-    def outrun(self, index: int) -> None:
-        """Block `index` was computed meanwhile."""
-        self.deliveries[index].outrun()
+    def not_computed(self, first: int, count: int) -> None:
+        """They are not: what has arrived of them takes its place."""
+        for one in self.deliveries[first : first + count]:
+            one.bring_back()
+
+    def is_enough(self, first: int, count: int) -> bool:
+        """Whether `count` blocks from `first` on have arrived, be it aside, so that nobody need compute them."""
+        ours = self.deliveries[first : first + count]
+        if not all(one.arrived for one in ours):
+            return False
+        return self._reaches(first + count) or all(one.complete for one in self.deliveries if one not in ours)
+
+    def outrun(self, first: int, count: int) -> None:
+        """They were computed meanwhile."""
+        for one in self.deliveries[first : first + count]:
+            one.outrun()
         with self._changed:
             self._changed.notify_all()
 

@@ -61,6 +61,8 @@ class Budget:
         self.stall_s, self._sick_s = stall_s, sick_s
         self._lost, self._lost_until = 0.0, -math.inf
         self._requests, self._retries = 0, 0
+        self.failing_since: float | None = None
+        """When requests began to fail, if nothing has come since."""
         self._lock = threading.Lock()
 
     def sick_left(self) -> float:
@@ -74,6 +76,15 @@ class Budget:
         with self._lock:
             self._lost += max(now - max(since, self._lost_until), 0.0)
             self._lost_until = max(now, self._lost_until)
+
+    def failed(self) -> None:
+        """A request failed."""
+        with self._lock:
+            self.failing_since = self.clock() if self.failing_since is None else self.failing_since
+
+    def got_on(self) -> None:
+        """Bytes have come."""
+        self.failing_since = None
 
     def asked(self) -> None:
         """A request was sent that is not a retry."""

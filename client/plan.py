@@ -224,6 +224,11 @@ def _fastest(expected: Expected, progress: Progress) -> Decision:
     if fetch <= turn * min(both, compute) or fetch + progress.spent_s <= limit:
         return Decision(Mode.FETCH, expected, f"fetching takes {seconds(fetch)}, prefilling {seconds(compute)}")
     fetching = "fetching will not end" if math.isinf(fetch) else f"fetching takes {seconds(fetch)}"
+    if math.isinf(fetch):
+        # Nothing comes, and perhaps something will: computing goes on beside it as long as that is no slower.
+        mode = Mode.BOTH if both <= NEAR * compute else Mode.COMPUTE
+        how = "computing begins where it is needed" if mode is Mode.BOTH else f"prefilling {seconds(compute)}"
+        return Decision(mode, expected, f"{fetching}, {how}")
     hardly_tried = progress.running is Mode.FETCH and progress.spent_s < PROBE_SHARE * compute and math.isfinite(fetch)
     if hardly_tried:
         # A fetch that is given up does not come back: not for what its first moments say.

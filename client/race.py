@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from kvcdn.client.fetch import TICK_SECONDS, PrefixFetch
+from kvcdn.client.history import History, Switch
 from kvcdn.client.local import LocalPrefix
-from kvcdn.client.plan import PROBE_SHARE, Aim, Decision, Mode, Progress, Work, decide
+from kvcdn.client.plan import PROBE_SHARE, Aim, Decision, Expected, Mode, Progress, Work, decide
 from kvcdn.client.supply import Supply
 from kvcdn.client.wire_costs import WireCosts
 from kvcdn.errors import KvcdnError
@@ -25,10 +25,13 @@ from kvcdn.keys import BlockName, ModelIdentity
 from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import PrefillStoppedError, ScheduledPrefill
-from kvcdn.model.speed import Pass, PrefillSpeed, prefill_speed, remember_passes
+from kvcdn.model.speed import Pass, PrefillSpeed, PrefillSpeeds, prefill_speeds, remember_passes
 
 _IN_FLIGHT = 2
 """Segments a thread may be waiting for when the link is judged by what has not come."""
+
+_UNKNOWN_SHARE = 0.75
+"""Of the blocks, that the first pass takes while nothing is known of the link."""
 
 _LEAST_PART = 0.1
 """A pass that has done less of its layers says nothing of how long it will take."""
@@ -43,43 +46,13 @@ class StoppedError(Exception):
 
 
 @dataclass
-class Switch:
-    """A change of mode, seconds after the question."""
+class _Running:
+    """A pass over `count` blocks from `first` on: since when, and which layer it has reached."""
 
-    at_s: float
-    mode: Mode
-    why: str
-
-
-@dataclass
-class History:
-    """What was decided, and what came of it: `Report.plan`."""
-
-    decision: Decision | None = None
-    switches: list[Switch] = field(default_factory=list)
-    fetched_blocks: int = 0
-    computed_blocks: int = 0
-    computed_s: float = 0.0
-    fetching_s: float = 0.0
-    ready_s: float | None = None
-    """Seconds from the question until the prefix was there; None where the model started before."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `expected` are seconds by option at the start, None where unknown or without end."""
-        if self.decision is None:
-            return {}
-        return {
-            "mode": str(self.decision.mode),
-            "why": self.decision.why,
-            "expected": self.decision.expected.to_json(),
-            "actual": {
-                "ready": None if self.ready_s is None else round(self.ready_s, 4),
-                "fetch": round(self.fetching_s, 4),
-                "compute": round(self.computed_s, 4),
-            },
-            "switches": [{"at": round(one.at_s, 3), "mode": str(one.mode), "why": one.why} for one in self.switches],
-            "blocks": {"fetched": self.fetched_blocks, "computed": self.computed_blocks},
-        }
+    first: int
+    count: int
+    since: float
+    layer: int = 0
 
 
 class Race:
@@ -119,14 +92,15 @@ class Race:
         self._began = time.perf_counter()
         self._costs = WireCosts(identity)
         self._link = supply.source.link()
-        self._speeds = (prefill_speed(loaded, whole=False), prefill_speed(loaded))
+        self._speeds = prefill_speeds(loaded)
         self._mode: Mode | None = None
         self._prefill: ScheduledPrefill | None = None
         self._passes: list[Pass] = []
-        self._running: tuple[int, float, int] | None = None
+        self._running: _Running | None = None
         self._on_cpu = loaded.model.device.type == "cpu"
         self._decided = -math.inf
         self._ended: float | None = None
+        self._dropped = False
         self.stopped: Callable[[], bool] = lambda: False
         self._start()
 
@@ -147,13 +121,9 @@ class Race:
         fetch = self.fetch
         first = fetch.usable() if fetch is not None else 0 if self._held is None else len(self._held.blocks)
         names = self._blocks[first:]
-        block_speed, prompt_speed = self._speeds_now(now)
-        block_s = None if block_speed is None else [block_speed.seconds(name.start, name.end) for name in names]
-        if block_s and self._running is not None and self._running[0] == first:
-            block_s[0] *= 1 - self._part_done(now, block_s[0])
-        prompt_s = None
-        if prompt_speed is not None:
-            prompt_s = prompt_speed.seconds(names[0].start, names[-1].end) if names else 0.0
+        speeds = self._speeds_now(now)
+        block_s = None if speeds.blocks is None else self._block_seconds(now, names, speeds, speeds.blocks)
+        prompt_s = speeds.remaining(names[0].start, self._length, len(self._token_ids)) if names else 0.0
         if fetch is None:
             wire: list[float] = self._costs.expected_bytes(self._blocks, self._length)[first:]
         else:
@@ -164,32 +134,52 @@ class Race:
         decode, latency = self._costs.decoding_rate(fetch), self._link.latency_s or 0.0
         return Work(block_s, prompt_s, wire, rate, decode, latency, shared, self._either)
 
-    def _speeds_now(self, now: float) -> tuple[PrefillSpeed | None, PrefillSpeed | None]:
-        """The speeds of blocks and of one pass: as remembered, times what this machine has needed more or less just now."""
+    def _block_seconds(
+        self, now: float, names: Sequence[BlockName], speeds: PrefillSpeeds, blocks: PrefillSpeed
+    ) -> list[float]:
+        """What each of the blocks `names` adds to computing them all, less what the running pass has done."""
+        running = self._running
+        if running is None:
+            leading = bool(names) and not names[0].start
+            return [(speeds.prompts if leading and speeds.prompts else blocks).seconds(one.start, one.end) for one in names]
+        count = running.first + running.count - (names[0].index if names else 0)
+        whole = self._pass_seconds(speeds, self._span(running)) or 0.0
+        left = whole * (1 - self._part_done(now, whole))
+        return [left, *([0.0] * (count - 1)), *(blocks.seconds(one.start, one.end) for one in names[count:])]
+
+    def _span(self, running: _Running) -> tuple[int, int]:
+        """The first token of a pass, and the one behind its last."""
+        return self._blocks[running.first].start, self._blocks[running.first + running.count - 1].end
+
+    def _pass_seconds(self, speeds: PrefillSpeeds, span: tuple[int, int]) -> float | None:
+        """What a pass over the tokens of `span` takes: over several blocks it is as over a prompt."""
+        several = span[1] - span[0] > self._loaded.identity.layout.block_tokens
+        line = speeds.prompts if several else speeds.blocks
+        return None if line is None else line.seconds(*span)
+
+    def _speeds_now(self, now: float) -> PrefillSpeeds:
+        """The speeds as remembered, times what this machine has needed more or less just now."""
         passes = list(self._passes)
         if self._running is not None and self._on_cpu:
-            index, since, layer = self._running
-            part = layer / len(self._loaded.identity.layout.layers)
+            part = self._running.layer / len(self._loaded.identity.layout.layers)
             if part >= _LEAST_PART and not passes:
-                name = self._blocks[index]
-                passes.append(Pass(name.start, name.end, (now - since) / part))
-        blocks, prompt = self._speeds
+                passes.append(Pass(*self._span(self._running), (now - self._running.since) / part))
+        speeds = self._speeds
         if not passes:
-            return blocks, prompt
-        if blocks is None:
+            return speeds
+        if speeds.blocks is None:
             measured = PrefillSpeed.fit(passes)
-            return measured, prompt or measured
-        factor = sum(one.seconds for one in passes) / sum(blocks.seconds(one.start, one.end) for one in passes)
-        return blocks.times(factor), None if prompt is None else prompt.times(factor)
+            return PrefillSpeeds(measured, speeds.prompts or measured, speeds.rests)
+        expected = sum(self._pass_seconds(speeds, (one.start, one.end)) or 0.0 for one in passes)
+        return speeds.times(sum(one.seconds for one in passes) / expected) if expected else speeds
 
-    def _part_done(self, now: float, block_s: float) -> float:
+    def _part_done(self, now: float, pass_s: float) -> float:
         """How much of the running pass is done. A GPU's queue is ahead of it, so that only the time tells."""
         if self._running is None:
             return 0.0
-        _, since, layer = self._running
         if self._on_cpu:
-            return layer / len(self._loaded.identity.layout.layers)
-        return min((now - since) / block_s, 1.0) if block_s else 0.0
+            return self._running.layer / len(self._loaded.identity.layout.layers)
+        return min((now - self._running.since) / pass_s, 1.0) if pass_s else 0.0
 
     def _rate(self, now: float, grace_s: float) -> float | None:
         """Bytes per second of the link: of late, or as remembered as long as what has not come does not speak against it."""
@@ -237,7 +227,7 @@ class Race:
             if fetch is None or decision.mode is Mode.COMPUTE or fetch.complete:
                 break
             if decision.mode is Mode.BOTH:
-                self._compute_next(self._fetch_beside(fetch))
+                self._compute_next(self._fetch_beside(fetch), decision.expected)
                 continue
             if fetch.error is not None:
                 break
@@ -269,40 +259,53 @@ class Race:
         fetch.turn_right()
         return fetch
 
-    def _compute_next(self, fetch: PrefixFetch) -> None:
-        """Computes the first block that is not there, unless it arrives meanwhile or something else gets better."""
-        index = fetch.usable()
-        if index == len(fetch.deliveries):  # the last of them has arrived since the decision
+    def _compute_next(self, fetch: PrefixFetch, expected: Expected) -> None:
+        """Computes the first blocks that are not there, unless they arrive meanwhile or something else gets better."""
+        first = fetch.usable()
+        if first == len(fetch.deliveries):  # the last of them has arrived since the decision
             return
-        delivery, name = fetch.deliveries[index], self._blocks[index]
+        self._running = running = _Running(first, self._blocks_at_once(fetch, first, expected), time.perf_counter())
         if self._prefill is None:
             layout = self._loaded.identity.layout
             self._prefill = ScheduledPrefill(self._loaded.model, layout, 0, layers=fetch.layers)
-        delivery.put_aside()
-        started = time.perf_counter()
-        self._running = (index, started, 0)
+        start, end = self._span(running)
+        fetch.computing(first, running.count)
         try:
-            taken = self._prefill.run_one(self._token_ids[name.start : name.end], name.start, partial(self._at_layer, fetch))
+            taken = self._prefill.run_one(self._token_ids[start:end], start, partial(self._at_layer, fetch))
         except BaseException as error:
-            delivery.bring_back()
+            fetch.not_computed(first, running.count)
             if not isinstance(error, PrefillStoppedError):
                 raise
         else:
-            fetch.outrun(index)
-            self._passes.append(Pass(name.start, name.end, taken))
+            fetch.outrun(first, running.count)
+            self._passes.append(Pass(start, end, taken))
+            self.history.passes.append((start, end))
         finally:
             self._running = None
-            self.history.computed_s += time.perf_counter() - started
+            self.history.computed_s += time.perf_counter() - running.since
+
+    def _blocks_at_once(self, fetch: PrefixFetch, first: int, expected: Expected) -> int:
+        """One, but from the first token on all up to where fetching is expected to meet: libraries have a fast way for that.
+
+        Not together with what will not come what may come meanwhile. While nothing is known of the link, most of them: what is
+        slow to answer is rarely fast.
+        """
+        if first:
+            return 1
+        rest = fetch.deliveries[first:]
+        alike = next((at for at, one in enumerate(rest) if one.complete or one.lost != rest[0].lost), len(rest))
+        wanted = math.ceil(len(rest) * _UNKNOWN_SHARE) if expected.both is None else expected.computed_blocks
+        return max(1, min(wanted, alike))
 
     def _at_layer(self, fetch: PrefixFetch, layer: int) -> None:
         """Between two layers of a pass: goes on, or raises PrefillStoppedError."""
-        if self._running is None:
+        running = self._running
+        if running is None:
             return
         self._heed()
-        index, started, _ = self._running
-        self._running = (index, started, layer)
-        if fetch.is_enough(index):
-            raise PrefillStoppedError("the block has arrived")
+        running.layer = layer
+        if fetch.is_enough(running.first, running.count):
+            raise PrefillStoppedError("the blocks have arrived")
         if time.perf_counter() - self._decided >= TICK_SECONDS and self._decide().mode is not Mode.BOTH:
             raise PrefillStoppedError("the plan has changed")
 
@@ -311,7 +314,7 @@ class Race:
     @property
     def blocks_usable(self) -> int:
         """How many blocks from the front are there, after `run`."""
-        return 0 if self.fetch is None else self.fetch.usable()
+        return 0 if self.fetch is None or self._dropped else self.fetch.usable()
 
     @property
     def computed(self) -> list[int]:
@@ -362,6 +365,10 @@ class Race:
                 fetch.salvage()
             self.close()
 
+    def drop(self) -> None:
+        """What has come is not used, after `run`."""
+        self._dropped = True
+
     def close(self) -> None:
         """Stops what is on its way, and remembers what was measured. May be called twice."""
         fetch, history = self.fetch, self.history
@@ -372,5 +379,9 @@ class Race:
         history.fetched_blocks = self.blocks_usable - history.computed_blocks
         history.fetching_s = fetch.seconds
         self._costs.remember(fetch)
-        remember_passes(self._loaded, self._passes)
+        block_tokens = self._loaded.identity.layout.block_tokens
+        remember_passes(self._loaded, [one for one in self._passes if one.end - one.start <= block_tokens])
+        if self._speeds.prompts is None:
+            # A fetch beside it slows a pass down: what the model needs alone is worth more, where it is known.
+            remember_passes(self._loaded, [one for one in self._passes if one.end - one.start > block_tokens], sort="prompts")
         self._passes.clear()

@@ -73,10 +73,10 @@ class Audited:
 class Report:
     """One prompt. Tokens and bytes are counts; `seconds` by stage are wall time and may overlap.
 
-    `tokens_reused` were loaded, `tokens_computed` computed beside them on the publisher's schedule, and the rest of
-    `tokens_total` was prefilled by the model itself. `reason` and `detail` are set where less was reused than the prompt
-    offered. `plan` says which way was chosen and why (`client.race.History`). `seconds_saved` is what prefilling those tokens
-    takes on this machine, as last measured, less the time spent on having them; None where that speed is not known yet.
+    `tokens_reused` were loaded, `tokens_computed` computed beside them, and the rest of `tokens_total` was prefilled by the
+    model itself. `reason` and `detail` are set where less was reused than the prompt offered. `plan` says which way was chosen
+    and why (`client.history.History`). `seconds_saved` is what the model needs here for the whole prompt beyond what it needs
+    behind those tokens, as last measured, less the time spent on having them; None where that speed is not known yet.
     `audit` says which block was recomputed, and what came of it, where one was. `tokens_local` of the reused were mapped from
     this host's local store; `local_refused` says why that could not be looked at. `tokens_kept` of them were in memory already,
     in a `Prefix` or from earlier turns of a `Conversation`.

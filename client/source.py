@@ -61,6 +61,9 @@ class Source(Protocol):
 class Session(Source, Protocol):
     """A source for one prompt, with its own budget of time and retries. Closing it leaves the source open."""
 
+    def failing_s(self) -> float:
+        """For how many seconds requests have been failing, and nothing has come; 0 while all is well."""
+
     def abort(self) -> None:
         """From any thread: whatever waits for this prompt, and every later call, raises UnavailableError at once."""
 

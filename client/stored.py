@@ -103,6 +103,10 @@ class _StoreSession:
     def session(self, limit_s: float | None = None) -> Session:
         return _StoreSession(self._store, self._meter, self._patience.part(limit_s))
 
+    def failing_s(self) -> float:
+        """A store tries again by itself, and does not tell."""
+        return 0.0
+
     def abort(self) -> None:
         self._patience.abort()
 

@@ -90,6 +90,7 @@ class Transfer:
                 continue
             done += count
             self._position += count
+            self._patience.budget.got_on()
         return done
 
     def close(self) -> None:
@@ -108,6 +109,7 @@ class Transfer:
             self._exchange = self._send(self._edge)
         except UnavailableError as error:
             self._patience.budget.lose(self._asked)
+            self._patience.budget.failed()
             self._trouble = error
 
     def _send(self, edge: Edge, *, fresh: bool = False, connect_s: float = CONNECT_SECONDS) -> Exchange:

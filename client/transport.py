@@ -168,6 +168,10 @@ class _EdgeSession:
     def session(self, limit_s: float | None = None) -> Session:
         return _EdgeSession(self._group, self._patience.part(limit_s))
 
+    def failing_s(self) -> float:
+        since = self._patience.budget.failing_since
+        return 0.0 if since is None else self._patience.clock() - since
+
     def abort(self) -> None:
         self._patience.abort()
 

@@ -45,6 +45,7 @@ class Tries:
             raise error
         alone = len(self._group.edges) == 1
         self._patience.budget.lose(min(since, self._patience.clock() - error.waited_s))
+        self._patience.budget.failed()
         if not (error.elsewhere and alone):
             edge.health.failed(asked, error.retry_after)
         if error.elsewhere:

@@ -111,9 +111,19 @@ def test_an_end_of_the_link_is_met_by_computing_up_to_what_is_there():
     )
     none = Work([1.0] * 4, 3.0, [math.inf] * 4, 1e6, 1e9)
     assert Mode.COMPUTE is decide(none, Aim(), Progress(running=Mode.BOTH)).mode
-    # But not where most of a block would be thrown away.
-    begun = Work([0.2, 1.0, 1.0, 1.0], 3.0, [math.inf] * 4, 1e6, 1e9)
+    # But not where most of a pass would be thrown away.
+    begun = Work([0.2, 1.0, 1.0, 0.7], 3.0, [math.inf] * 4, 1e6, 1e9)
     assert Mode.BOTH is decide(begun, Aim(), Progress(running=Mode.BOTH)).mode
+
+
+def test_a_source_that_fails_is_not_waited_for_and_not_given_up():
+    """What goes on beside it is the model's own pass, as long as that is as fast."""
+    silent = Work([1.0] * 4, 4.0, [1e6] * 4, 0.0, 1e9)
+    for running in (Mode.FETCH, Mode.BOTH):
+        decision = decide(silent, Aim(), Progress(running=running, spent_s=0.5))
+        assert (Mode.BOTH, 4) == (decision.mode, decision.expected.computed_blocks)
+    late = Work([0.0, 0.0, 3.0, 3.0], 4.0, [1e6] * 4, 0.0, 1e9)
+    assert Mode.COMPUTE is decide(late, Aim(), Progress(running=Mode.BOTH)).mode
 
 
 def test_decoding_takes_from_the_model_on_the_same_cores():

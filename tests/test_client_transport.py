@@ -120,11 +120,20 @@ def test_a_connection_that_is_refused_at_first_is_tried_again(store, monkeypatch
     monkeypatch.setattr(patience, "PAUSE_SECONDS", 0.05)
     with running_web(store) as web, faulty_link(web.port) as link, contextlib.closing(edge(link.url)) as source:
         link.refusing = True
-        timer = threading.Timer(0.15, setattr, (link, "refusing", False))
+        session, seen = source.session(), []
+        assert session.failing_s() == 0.0
+
+        def look():
+            seen.append(session.failing_s())
+            link.refusing = False
+
+        timer = threading.Timer(0.15, look)
         timer.start()
-        assert DATA == read_all(source)
+        assert DATA == read_all(session)
         timer.join()
         assert link.connections > 1
+        # Whoever waits can know that it fails, and that it does not any more.
+        assert (True, 0.0) == (0.05 < seen[0] < 0.15, session.failing_s())
 
 
 def test_an_edge_is_asked_again_when_it_says(store):

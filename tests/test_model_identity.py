@@ -12,7 +12,7 @@ from kvcdn.errors import KvcdnError, NotFoundError, UnsupportedModelError
 from kvcdn.model.fingerprint import config_differences, fingerprint_checkpoint, remembered_checkpoints, weights_dtype
 from kvcdn.model.identity import identify_model, layout_dtype
 from kvcdn.model.load import load_model
-from kvcdn.model.speed import prefill_speed, prefill_speed_of, remember_prefill
+from kvcdn.model.speed import prefill_speed_of, prefill_speeds, remember_prefill
 from support.tiny import tiny_checkpoint
 
 KINDS = ("gpt2", "qwen3_moe", "deepseek_v3", "gemma3_text", "gpt_oss", "llama4_text", "gemma3n_text")
@@ -82,5 +82,5 @@ def test_the_speed_of_a_model_is_known_without_loading_it(tiny_llama):
     assert prefill_speed_of(known.identity.tag, layout_dtype(known.identity)) is None
     remember_prefill(loaded, 1000, 2.0)
     found = prefill_speed_of(known.identity.tag, layout_dtype(known.identity))
-    assert prefill_speed(loaded) == found
+    assert prefill_speeds(loaded).prompts == found
     assert 500.0 == pytest.approx(1 / found.base)

@@ -1,8 +1,10 @@
 """Prefill speed of a model on this machine, by position, measured whenever it prefills and remembered.
 
 A token costs more the more tokens are before it, since it attends to all of them: seconds per token are fitted as a line
-over its position. Passes over blocks (the publisher's schedule) and passes over a whole prompt (the model's own prefill)
-are kept apart, as the second is faster on many machines.
+over its position. Three sorts of passes are kept apart: over blocks (the publisher's schedule), over a whole prompt (the
+model's own prefill), which is faster on many machines, and over the rest of a prompt behind a prefix. Of the last, each
+token is compared with all up to the last and most of it masked, as libraries skip what is masked only in a pass from the
+first token on: reading the last 3,262 of 3,774 tokens can take 1.4 times as long as reading all.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from kvcdn.digest import ModelTag
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.remembered import Remembered
+
+Sort = Literal["blocks", "prompts", "rests"]
 
 _LEAST_TOKENS = 64
 """Shorter passes measure overhead, not speed; also the shortest whole block (FORMAT.md 2.4)."""
@@ -35,10 +39,6 @@ class Pass:
     start: int
     end: int
     seconds: float
-
-    @property
-    def middle(self) -> float:
-        return (self.start + self.end) / 2
 
     @property
     def token_seconds(self) -> float:
@@ -61,26 +61,69 @@ class PrefillSpeed:
         return type(self)(self.base * factor, self.slope * factor)
 
     @classmethod
-    def fit(cls, passes: Sequence[Pass]) -> Self | None:
-        """The line through `passes`, weighted by tokens; level where they say nothing else, None where there are none."""
+    def fit(cls, passes: Sequence[Pass], *, at_end: bool = False) -> Self | None:
+        """The line through `passes`, weighted by tokens; level where they say nothing else, None where there are none.
+
+        A pass counts at its middle, or `at_end`.
+        """
         weight = sum(one.end - one.start for one in passes)
         if not weight:
             return None
+        places = [one.end if at_end else (one.start + one.end) / 2 for one in passes]
         mean = sum(one.seconds for one in passes) / weight
-        centre = sum((one.end - one.start) * one.middle for one in passes) / weight
-        spread = sum((one.end - one.start) * (one.middle - centre) ** 2 for one in passes)
-        rise = sum((one.end - one.start) * (one.middle - centre) * (one.token_seconds - mean) for one in passes)
+        centre = sum((one.end - one.start) * place for one, place in zip(passes, places, strict=True)) / weight
+        spread = sum((one.end - one.start) * (place - centre) ** 2 for one, place in zip(passes, places, strict=True))
+        rise = sum(
+            (one.end - one.start) * (place - centre) * (one.token_seconds - mean)
+            for one, place in zip(passes, places, strict=True)
+        )
         slope = max(rise / spread, 0.0) if spread else 0.0
         # A line that is below zero at the front comes of noise: then the mean tells more.
         return cls(mean - slope * centre, slope) if mean > slope * centre else cls(mean)
 
 
-def remember_passes(loaded: LoadedModel, passes: Iterable[Pass], *, whole: bool = False) -> None:
-    """Records what `loaded` needed here for blocks, or for `whole` prompts in one pass. Never raises: it is a convenience."""
+@dataclass(frozen=True)
+class PrefillSpeeds:
+    """What is known of a model on this machine: of its passes over blocks, whole prompts, and rests behind a prefix."""
+
+    blocks: PrefillSpeed | None
+    prompts: PrefillSpeed | None
+    rests: PrefillSpeed | None
+    """Of the position of a pass's last token. Where no rest was measured it is that of the blocks: a little high."""
+
+    rests_measured: bool = False
+
+    def times(self, factor: float) -> Self:
+        """The same lines, `factor` times slower."""
+        blocks, prompts, rests = (line and line.times(factor) for line in (self.blocks, self.prompts, self.rests))
+        return type(self)(blocks, prompts, rests, self.rests_measured)
+
+    def rest(self, start: int, end: int) -> float | None:
+        """Seconds of a pass over the tokens `start` to `end` behind those before."""
+        if self.rests is None or not start:
+            return None if self.prompts is None else self.prompts.seconds(start, end)
+        return (self.rests.base + self.rests.slope * end) * (end - start)
+
+    def anew(self, start: int, end: int) -> bool:
+        """Whether a pass over all `end` tokens is faster than one behind the first `start` of them."""
+        whole, rest = self.rest(0, end), self.rest(start, end)
+        return bool(start and whole is not None and rest is not None and whole < rest)
+
+    def remaining(self, start: int, length: int, end: int) -> float | None:
+        """Seconds that a prompt of `end` tokens takes behind its first `start` tokens beyond what it takes behind `length`."""
+        own, behind = self.rest(start, end), self.rest(length, end)
+        whole = self.rest(0, end)
+        if own is None or behind is None or whole is None:
+            return None
+        return max(min(own, whole) - behind, 0.0)
+
+
+def remember_passes(loaded: LoadedModel, passes: Iterable[Pass], *, sort: Sort = "blocks") -> None:
+    """Records what `loaded` needed here for passes of a sort. Never raises: it is a convenience."""
     counted = [one for one in passes if one.end - one.start >= _LEAST_TOKENS and one.seconds > 0]
     if not counted:
         return
-    memory, sort = Remembered("prefill-passes"), _sort(whole=whole)
+    memory = Remembered("prefill-passes")
     entry = memory.get(_key(loaded))
     entry = entry if isinstance(entry, dict) else {}
     known = {(one.start, one.end): one for one in _read(entry.get(sort))}
@@ -92,30 +135,34 @@ def remember_passes(loaded: LoadedModel, passes: Iterable[Pass], *, whole: bool 
     memory.put(_key(loaded), {**entry, sort: kept})
 
 
-def remember_prefill(loaded: LoadedModel, tokens: int, seconds: float) -> None:
-    """Records that `loaded` prefilled a prompt of `tokens` tokens in one pass in `seconds` here."""
-    remember_passes(loaded, [Pass(0, tokens, seconds)], whole=True)
+def remember_prefill(loaded: LoadedModel, tokens: int, seconds: float, *, behind: int = 0) -> None:
+    """Records that `loaded` read a prompt of `tokens` tokens here in one pass in `seconds`, but for the first `behind`."""
+    remember_passes(loaded, [Pass(behind, tokens, seconds)], sort="rests" if behind else "prompts")
 
 
-def prefill_speed(loaded: LoadedModel, *, whole: bool = True) -> PrefillSpeed | None:
-    """The speed last measured here, of a `whole` prompt in one pass or of blocks; where only the other is known, that."""
-    return _remembered(_key(loaded), whole=whole)
+def prefill_speeds(loaded: LoadedModel) -> PrefillSpeeds:
+    """The speeds last measured here; of blocks and of prompts the one is as the other where only that is known."""
+    found = _remembered(_key(loaded))
+    blocks, prompts, rests = found["blocks"], found["prompts"], found["rests"]
+    return PrefillSpeeds(
+        PrefillSpeed.fit(blocks or prompts),
+        PrefillSpeed.fit(prompts or blocks),
+        PrefillSpeed.fit(rests or [one for one in blocks if one.start], at_end=True),
+        bool(rests),
+    )
 
 
 def prefill_speed_of(tag: ModelTag, dtype: torch.dtype, device: str = "cpu") -> PrefillSpeed | None:
-    """As `prefill_speed`, of whole prompts, for a model that is not loaded."""
-    return _remembered(_key_of(tag, torch.device(device), dtype), whole=True)
+    """The speed of whole prompts last measured here, for a model that is not loaded."""
+    found = _remembered(_key_of(tag, torch.device(device), dtype))
+    return PrefillSpeed.fit(found["prompts"] or found["blocks"])
 
 
-def _remembered(key: str, *, whole: bool) -> PrefillSpeed | None:
+def _remembered(key: str) -> dict[Sort, list[Pass]]:
     entry = Remembered("prefill-passes").get(key)
-    if not isinstance(entry, dict):
-        return None
-    return PrefillSpeed.fit(_read(entry.get(_sort(whole=whole))) or _read(entry.get(_sort(whole=not whole))))
-
-
-def _sort(*, whole: bool) -> str:
-    return "prompts" if whole else "blocks"
+    entry = entry if isinstance(entry, dict) else {}
+    sorts: tuple[Sort, ...] = ("blocks", "prompts", "rests")
+    return {sort: _read(entry.get(sort)) for sort in sorts}
 
 
 def _read(value: Any) -> list[Pass]:

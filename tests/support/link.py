@@ -114,6 +114,9 @@ class SlowSession:
     def session(self, limit_s: float | None = None) -> SlowSession:
         return SlowSession(self._link)
 
+    def failing_s(self) -> float:
+        return 0.0
+
     def abort(self) -> None:
         for reader in self._readers:
             reader.abort()
