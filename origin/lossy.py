@@ -23,7 +23,7 @@ from kvcdn.manifest import BlockEntry
 from kvcdn.model.calibrate import calibrate, calibration_texts
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import tensor_bytes
-from kvcdn.model.quality import Judge, Kv
+from kvcdn.model.quality import Judge, Kv, tail_tokens
 from kvcdn.model.sensitivity import row_gradients
 from kvcdn.model.shelf import Shelf
 from kvcdn.origin.run import Run
@@ -115,9 +115,12 @@ class Encoders:
         if precision not in TRANSFORMED:
             return GridEncoder(layout, precision, len(self._ids))
         if not self._exponents:
-            basis, slopes = self.basis, next(row_gradients(self._loaded, self._ids, self._exact, samples=1))
+            basis, total = self.basis, len(self._ids)
+            # Not along the tail: the certificate that is measured there would flatter (FORMAT.md 5.1).
+            seen = total - tail_tokens(total)
+            slopes = next(row_gradients(self._loaded, self._ids[:seen], self._exact, samples=1))
             self._exponents = [
-                [row_exponents(slope.numpy(), one) for slope, one in zip(rows, ones, strict=True)]
+                [row_exponents(slope.numpy(), one, total) for slope, one in zip(rows, ones, strict=True)]
                 for rows, ones in zip(slopes, basis.tensors, strict=True)
             ]
         return TransformEncoder(layout, precision, self.basis, self._exponents)

@@ -139,13 +139,17 @@ def test_rope_is_undone(interleaved: bool) -> None:
 
 
 def test_exponents_follow_the_gradients() -> None:
-    """Rows that are read more have smaller steps; without any gradient all are alike."""
+    """Rows that are read more have smaller steps, and those of which nothing is known; without any gradient all are alike."""
     basis = BASIS.tensors[0][1]
-    slopes = np.random.default_rng(3).normal(size=(50, 4, 8)).astype(np.float32)
+    slopes = np.random.default_rng(3).normal(size=(400, 4, 8)).astype(np.float32)
     slopes[10:20] *= 30
-    exponents = row_exponents(slopes.copy(), basis)
-    assert exponents[10:20].max() < exponents[20:].min()
-    assert row_exponents(np.zeros((9, 4, 8), np.float32), basis).tolist() == [0] * 9
+    exponents = row_exponents(slopes.copy(), basis, 420)
+    assert (420,) == exponents.shape
+    assert exponents[10:20].max() < exponents[20:336].min()
+    # What the last 64 of the probe have read counts as not read.
+    assert {exponents[-1]} == set(exponents[336:].tolist())
+    assert exponents[-1] < exponents[20:336].min()
+    assert row_exponents(np.zeros((9, 4, 8), np.float32), basis, 12).tolist() == [0] * 12
 
 
 def test_basis_is_read_as_it_was_written() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.quality import Judge
 from kvcdn.model.shelf import Shelf
 from kvcdn.origin.estimate import estimate_publish
+from kvcdn.origin.lossy import Encoders
 from kvcdn.origin.publish import Publisher
 from kvcdn.paths import data_dir
 from kvcdn.stores.memory import MemoryStore
@@ -180,6 +182,27 @@ def test_exact_ends(published):
             assert torch.equal(ours[:4], theirs[:4])
             assert torch.equal(ours[-16:], theirs[-16:])
             assert not torch.equal(ours[4:-16], theirs[4:-16])
+
+
+def test_an_encoder_does_not_know_what_is_measured(published):
+    """Documents that differ in the tail alone have the same exponents: certificates are of tokens that no exponent has seen."""
+    loaded = published.loaded
+    found = []
+    for shift in (0, 1):
+        tokens = (*published.token_ids[:844], *published.token_ids[844 - shift : 1100 - shift])
+        prefill = ScheduledPrefill(loaded.model, loaded.identity.layout, len(tokens))
+        for _ in prefill.run(tokens):
+            pass
+        found.append(Encoders(loaded, tokens, prefill.rows(len(tokens))).of("tc-low").exponents)
+    for ours, theirs in zip(*(chain.from_iterable(one) for one in found), strict=True):
+        assert (1100,) == ours.shape
+        assert len(set(ours.tolist())) > 1
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_recomputing_differs_by_rounding(published):
+    """The other schedule's passes do not fall on the same tiles of a processor's matrix units: noise is never nothing."""
+    assert all(published.results[name].certificate["kl_recompute"] > 0 for name in LOSSY)
 
 
 def test_short_documents(published):

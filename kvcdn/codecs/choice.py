@@ -21,7 +21,7 @@ from kvcdn.layout import Layout, TensorSpec
 BITS = {"int8": 8, "int4": 4}
 """Bits of a code in each precision."""
 
-STEPS = {"tc-high": 0.00025, "tc-medium": 0.0008, "tc-low": 0.0021}
+STEPS = {"tc-high": 0.00025, "tc-medium": 0.001, "tc-low": 0.0025}
 """Steps in the unit of the basis; docs/codecs.md has what such steps make."""
 
 RECENT_TOKENS = 16
@@ -36,6 +36,13 @@ exact; they are estimates, of which the tails are mostly chance, and 0.6 of that
 
 _LEAST_WEIGHT = 1e-3
 """Of the mean: a row that the probe did not read may be read later."""
+
+_LATE_WEIGHT = 4.0
+"""Of the mean, for rows that no probe has read: what comes next reads the last rows most."""
+
+_FEWEST_READERS = 64
+"""Rows that fewer tokens of the probe have read count as not read: their worth would be mostly chance, and one that is wrongly
+taken for worthless can cost more than all others together."""
 
 _MOST_EXPONENT = 3
 
@@ -100,18 +107,23 @@ def choose_grid(spec: TensorSpec, bits: int, *, first: bool, last: bool) -> Grid
     return Grid(bits, 1, 32 if coarse and spec.dim % 32 == 0 else spec.dim, centred=False, lead=lead, trail=trail)
 
 
-def row_exponents(slopes: Floats, basis: TensorBasis) -> NDArray[np.int16]:
-    """The exponent of each row's step, smaller where it is read more, from gradients [tokens, heads, dim]; they are used up."""
+def row_exponents(slopes: Floats, basis: TensorBasis, tokens: int) -> NDArray[np.int16]:
+    """The exponent of the step of each of `tokens` rows, smaller where a row is read more.
+
+    `slopes` are gradients of the first of them, [fewer tokens, heads, dim]; they are used up.
+    """
     if basis.rope is not None:
         basis.rope.turn(slopes, 0, back=True)
     groups, _, width = basis.matrices.shape
     parts = slopes.reshape(len(slopes), groups, width).transpose(1, 0, 2)
     synthesis = basis.synthesis * basis.scales[:, None, None]
     energies = np.square(np.matmul(parts, synthesis.transpose(0, 2, 1))).sum((0, 2), dtype=np.float64)
-    mean = energies[EXACT_TOKENS:].mean() if len(energies) > EXACT_TOKENS else 0.0
+    read = energies[: len(energies) - min(_FEWEST_READERS, len(energies) // 4)]
+    mean = read[EXACT_TOKENS:].mean() if len(read) > EXACT_TOKENS else 0.0
     if not mean > 0:
-        return np.zeros(len(slopes), np.int16)
-    weights = np.log2(energies / mean + _LEAST_WEIGHT)
-    finer = np.rint(-_FINER_BY * (weights - weights.mean()) / 2)
+        return np.zeros(tokens, np.int16)
+    known = np.log2(read / mean + _LEAST_WEIGHT)
+    weights = np.concatenate((known, np.full(tokens - len(known), np.log2(_LATE_WEIGHT))))
+    finer = np.rint(-_FINER_BY * (weights - known.mean()) / 2)
     exponents: NDArray[np.int16] = np.clip(finer, -_MOST_EXPONENT, _MOST_EXPONENT).astype(np.int16)
     return exponents

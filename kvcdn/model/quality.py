@@ -51,6 +51,11 @@ class Divergence:
         return float(self.same_top.float().mean())
 
 
+def tail_tokens(total: int) -> int:
+    """The tokens of the tail of a document of `total` tokens, along which it is measured (FORMAT.md 5.1)."""
+    return min(CONTINUATION_TOKENS, total // 2)
+
+
 class Judge:
     """Compares KVs of one document with its exact KV. The exact side is computed once."""
 
@@ -63,7 +68,7 @@ class Judge:
             )
         self._loaded = loaded
         self._ids = tuple(token_ids)
-        self.continuation = min(continuation or CONTINUATION_TOKENS, len(token_ids) // 2)
+        self.continuation = continuation or tail_tokens(len(token_ids))
         self._head = len(token_ids) - self.continuation
         self._exact = self._read_tail(exact)
         self._greedy = self._continue(exact)
@@ -129,11 +134,14 @@ class Judge:
         return float(torch.exp(-expected[:-1].gather(1, following[:, None]).mean()))
 
     def _other_schedule(self) -> Kv:
-        """The exact KV of all but the tail, computed in passes of half the length: equal but for rounding."""
+        """The exact KV of all but the tail, computed in passes of some half the length: equal but for rounding.
+
+        Passes of exactly half the length are the same to the bit on processors whose matrix units take rows in tiles.
+        """
         layout = self._loaded.identity.layout
         prefill = ScheduledPrefill(self._loaded.model, layout, self._head)
-        half = max(min(layout.block_tokens, self._head) // 2, 1)
-        for _ in prefill.run(self._ids[: self._head], pass_tokens=half):
+        shorter = max(min(layout.block_tokens, self._head) // 2 - 1, 1)
+        for _ in prefill.run(self._ids[: self._head], pass_tokens=shorter):
             pass
         return prefill.rows(self._head)
 

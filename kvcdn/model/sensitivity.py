@@ -37,7 +37,7 @@ def probe_tokens(total: int) -> int:
 
 
 def row_gradients(loaded: LoadedModel, token_ids: Sequence[int], kv: Kv, *, samples: int = SAMPLES) -> Iterator[Gradients]:
-    """Gradients with respect to the rows of `kv`, the exact KV of `token_ids`, one set for each of `samples` draws.
+    """Gradients with respect to the rows of `kv`, the exact KV of `token_ids` or more, one set for each of `samples` draws.
 
     Each row's are scaled as if the whole probe had read it. Raises UnsupportedModelError where a layer cannot be probed.
     """
