@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+
 from aiohttp import web
 
 from kvcdn.access.grant import Grant, Scope
@@ -10,6 +13,7 @@ from kvcdn.edge.admission import Admission
 from kvcdn.edge.body import read_body
 from kvcdn.edge.fetch import Fetcher, Refused
 from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
+from kvcdn.edge.pins import Pin, UnpinRequest
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.purge import PurgeRequest, purge
 from kvcdn.edge.respond import JSON_HEADERS, NO_STORE, RETRY_SECONDS, Note, PlainResponse
@@ -17,8 +21,17 @@ from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.warm import Warming, WarmRequest
 from kvcdn.errors import CorruptError
 
-SCOPES = {"/metrics": Scope.STATS, "/v1/purge": Scope.PURGE, "/v1/warm": Scope.WARM}
+SCOPES = {
+    "/metrics": Scope.STATS,
+    "/v1/pins": Scope.WARM,
+    "/v1/purge": Scope.PURGE,
+    "/v1/unpin": Scope.WARM,
+    "/v1/warm": Scope.WARM,
+}
 """What is answered here, by path, and what a token has to permit for it."""
+
+SHOWN = ("/metrics", "/v1/pins")
+"""What is only looked at."""
 
 
 class Administration:
@@ -34,11 +47,18 @@ class Administration:
         metrics: Metrics,
     ) -> None:
         self._fetcher, self._presence, self._cache, self._warming = fetcher, presence, cache, warming
-        self._admission, self._metrics = admission, metrics
+        self._admission, self._metrics, self._pins = admission, metrics, warming.pins
 
     async def answer(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
         """Metrics, or what becomes of an order; `note` says which."""
-        return self._show_metrics() if note.route == "metrics" else await self._order(request, note, grant)
+        match note.route:
+            case "metrics":
+                return self._show_metrics()
+            case "pins":
+                shown = self._pins.encode(lambda key: self._covers(grant, key))
+                return PlainResponse(note, 200, JSON_HEADERS, shown)
+            case _:
+                return await self._order(request, note, grant)
 
     def _show_metrics(self) -> PlainResponse:
         headers = {"Content-Type": CONTENT_TYPE, "Cache-Control": NO_STORE}
@@ -52,19 +72,43 @@ class Administration:
         if isinstance(body, PlainResponse):
             return body
         try:
-            if note.route == Scope.WARM:
+            if note.route == "warm":
                 return await self._warm(note, WarmRequest.parse(body), grant)
+            if note.route == "unpin":
+                return await self._unpin(note, UnpinRequest.parse(body), grant)
             return await self._purge(note, PurgeRequest.parse(body), grant)
         except CorruptError as error:
             return PlainResponse.line(note, 400, str(error), {})
 
     async def _purge(self, note: Note, asked: PurgeRequest, grant: Grant) -> PlainResponse:
         def chosen(key: str) -> bool:
-            return asked.covers(key) and self._admission.covers(grant, ModelTag(bytes.fromhex(key[3:35])))
+            return asked.covers(key) and self._covers(grant, key)
 
+        # First: what is pinned would be fetched again.
+        refusal = await self._release(note, lambda pin: any(map(chosen, pin.sizes)))
+        if isinstance(refusal, PlainResponse):
+            return refusal
         purged = await purge(chosen, self._cache, self._fetcher, self._presence)
         self._metrics.purged.inc(purged.objects)
         return PlainResponse(Note(note.route, f"{purged.objects} objects"), 200, JSON_HEADERS, purged.encode())
+
+    async def _unpin(self, note: Note, asked: UnpinRequest, grant: Grant) -> PlainResponse:
+        released = await self._release(note, lambda pin: asked.covers(pin.manifest) and self._covers(grant, pin.manifest))
+        if isinstance(released, PlainResponse):
+            return released
+        body = json.dumps({"documents": released}).encode("ascii")
+        return PlainResponse(Note(note.route, f"{released} documents"), 200, JSON_HEADERS, body)
+
+    async def _release(self, note: Note, chosen: Callable[[Pin], bool]) -> int | PlainResponse:
+        """Unpins what is `chosen`: how many documents, or the answer where the disk does not take it."""
+        try:
+            return await self._pins.remove(chosen)
+        except OSError as error:
+            message = f"the pins cannot be written ({error.strerror})"
+            return PlainResponse.line(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
+
+    def _covers(self, grant: Grant, key: str) -> bool:
+        return self._admission.covers(grant, ModelTag(bytes.fromhex(key[3:35])))
 
     async def _warm(self, note: Note, asked: WarmRequest, grant: Grant) -> PlainResponse:
         if not self._admission.covers(grant, asked.tag):
@@ -72,8 +116,13 @@ class Administration:
         try:
             warmed = await self._warming.order(asked)
         except OSError as error:
-            message = f"the edge cannot open a file ({error.strerror})"
+            message = f"the edge cannot use a file ({error.strerror})"
             return PlainResponse.line(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
+        if warmed is None:
+            message = (
+                f"pinned documents may take {self._pins.limit} bytes, {self._pins.used} are taken, and this one has no room"
+            )
+            return PlainResponse.line(note, 409, message, {})
         if isinstance(warmed, Refused):
             return PlainResponse.refusal(Note(note.route, "", warmed.outcome), warmed.refusal)
         note = Note(note.route, f"{warmed.here} of {warmed.objects} objects")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from kvcdn.access.grant import Grant, Scope
-from kvcdn.edge.administration import SCOPES, Administration
+from kvcdn.edge.administration import SCOPES, SHOWN, Administration
 from kvcdn.edge.admission import TENANT, Admission
 from kvcdn.edge.body import read_body
 from kvcdn.edge.conditions import Precondition, evaluate, range_applies
@@ -108,11 +108,8 @@ class Edge:
         scope = SCOPES.get(request.rel_url.raw_path)
         if scope is None:
             return _nothing()
-        methods: tuple[str, ...]
-        if scope is Scope.STATS:
-            methods, note = ("GET", "HEAD"), Note("metrics")
-        else:
-            methods, note = ("POST",), Note(scope)
+        path = request.rel_url.raw_path
+        methods, note = ("GET", "HEAD") if path in SHOWN else ("POST",), Note(path.rpartition("/")[2])
         refusal = self._forbids(scope, grant) or self._only(methods, request, note)
         return refusal or await self._administration.answer(request, note, grant)
 

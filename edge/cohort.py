@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 class Node:
     """One object that is stored, or was, or is on its way. `size` is what it is charged: 0 unless it is stored."""
 
-    __slots__ = ("cohort", "depth", "key", "kids", "parent", "parked", "size", "until", "uses")
+    __slots__ = ("cohort", "depth", "key", "kids", "parent", "parked", "pinned", "size", "until", "uses")
 
     def __init__(self, key: str, cohort: Cohort) -> None:
         self.key, self.cohort = key, cohort
@@ -39,9 +39,11 @@ class Node:
         """Reads before this belong to its last use; infinity until the first of them. On the caller's clock, in seconds."""
         self.parent: Node | None = None
         self.kids = 0
-        """Stored objects whose parent it is."""
+        """Stored objects whose parent it is, but for pinned ones."""
         self.parked = False
-        """It would have left but for its kids, and is no member of its cohort until they are gone."""
+        """It would have left but for its kids or its pin, and is no member of its cohort until they are gone."""
+        self.pinned = False
+        """It does not leave. Its parent may, as it would not bring it anything to stay."""
 
 
 @dataclass(eq=False, slots=True)

@@ -50,10 +50,10 @@ class Eviction:
     def reserve(self, size: int) -> list[str] | None:
         """Sets room for `size` bytes aside: the victims that must be deleted before the first byte is written.
 
-        None, and nothing is evicted, where even an empty cache has no room beside what others have reserved.
+        None, and nothing is evicted, where even without all that may leave there is no room beside what others have reserved.
         """
         room = charge(size)
-        if self.reserved + room > self.capacity:
+        if self.reserved + self._ranking.pinned + room > self.capacity:
             return None
         victims = self._evict(room)
         self.reserved += room
@@ -72,7 +72,7 @@ class Eviction:
         """Victims of at least `size` bytes together, or all there are: for a disk that is smaller than the cap."""
         goal = max(self.used - charge(size), 0)
         victims = []
-        while self.used > goal:
+        while self.used > max(goal, self._ranking.pinned):
             victims.append(self._ranking.pop())
         return victims
 
@@ -88,8 +88,15 @@ class Eviction:
         """Forgets an object, if it is known."""
         self._ranking.leave(key)
 
+    def pin(self, key: str) -> None:
+        """An object, stored or not, is no victim from now on."""
+        self._ranking.pin(key)
+
+    def unpin(self, key: str) -> None:
+        self._ranking.unpin(key)
+
     def _evict(self, room: int) -> list[str]:
         victims = []
-        while self.used and self.used + self.reserved + room > self.capacity:
+        while self.used > self._ranking.pinned and self.used + self.reserved + room > self.capacity:
             victims.append(self._ranking.pop())
         return victims

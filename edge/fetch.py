@@ -116,6 +116,10 @@ class Fetcher:
         result.file.close()
         return Refused(refusal, CacheOutcome.REFUSED)
 
+    def refuses(self, name: ObjectName) -> bool:
+        """Whether `name` is revoked, so that it need not be asked for."""
+        return self._revoked.refusal(name) is not None
+
     def recall(self) -> None:
         """Ends fills of what is revoked by now."""
         for fill in list(self._alive):
@@ -147,7 +151,7 @@ class Fetcher:
         if opened is not None and (etag := opened.entry.etag or await self._confirm(name, opened)) is not None:
             age = max(0, int(time.time() - opened.entry.stored_at))
             return Found(opened.file, opened.entry.size, etag, age, CacheOutcome.HIT)
-        guest = self._guests.get(name.key)
+        guest = None if self._cache.is_pinned(name.key) else self._guests.get(name.key)
         if guest is not None:
             fill, spool, age = guest
             return Found(spool.open(), fill.size, fill.etag, age, CacheOutcome.COLLAPSED, fill)
@@ -265,7 +269,7 @@ class Fetcher:
         limit.reschedule(asyncio.get_running_loop().time() + arrival.deadline - time.monotonic() + HANG_SECONDS)
         try:
             # Whoever had to ask the origin keeps what it got, as no peer gave it.
-            fill.guest = not arrival.origin.authority and self._peers is not None and not self._peers.keeps(fill.name.key)
+            fill.guest = not arrival.origin.authority and not self._keeps(fill.name.key)
             lodging = await self._lodgings.find(fill.name, arrival.head.size, guest=fill.guest)
         except BaseException:
             arrival.abandon()
@@ -304,6 +308,9 @@ class Fetcher:
         if self._peers is None or fill.direct:
             return self.origins.each
         return (*self._peers.before(fill.name.key), *self.origins.each)
+
+    def _keeps(self, key: str) -> bool:
+        return self._peers is None or self._peers.keeps(key) or self._cache.is_pinned(key)
 
     def _count(self, origin: Origin) -> None:
         """`origin` is asked for an object."""

@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from kvcdn.edge.origins import Origins
 from kvcdn.edge.peers import Peers
+from kvcdn.edge.pins import Pins
 from kvcdn.edge.storage import DiskCache, Harm
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -76,6 +77,10 @@ class Metrics:
         """Shows which of `peers` count as down."""
         self.registry.register(_PeerCollector(peers))
 
+    def watch_pins(self, pins: Pins) -> None:
+        """Shows how much is pinned."""
+        self.registry.register(_PinCollector(pins))
+
     def observe(self, route: str, status: int, cache: str, size: int, seconds: float) -> None:
         """Counts one answered request."""
         kind = route, status, cache
@@ -131,6 +136,17 @@ class _PeerCollector(Collector):
         return [family]
 
 
+class _PinCollector(Collector):
+    def __init__(self, pins: Pins) -> None:
+        self._pins = pins
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        return [
+            GaugeMetricFamily("kvcdn_edge_pinned_documents", "Documents that are pinned.", value=len(self._pins)),
+            GaugeMetricFamily("kvcdn_edge_pinned_bytes", "Disk that pinned documents take.", value=self._pins.used),
+        ]
+
+
 class _CacheCollector(Collector):
     def __init__(self, cache: DiskCache) -> None:
         self._cache = cache
@@ -147,5 +163,6 @@ class _CacheCollector(Collector):
             GaugeMetricFamily("kvcdn_edge_cache_capacity_bytes", "The hard cap.", value=self._cache.capacity),
             GaugeMetricFamily("kvcdn_edge_cache_objects", "Objects in the cache.", value=len(self._cache)),
             self._dropped(),
+            GaugeMetricFamily("kvcdn_edge_quarantine_bytes", "Disk taken by rotten files.", value=self._cache.quarantine.used),
             CounterMetricFamily("kvcdn_edge_evictions", "Objects evicted.", value=self._cache.evicted),
         ]

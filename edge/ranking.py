@@ -53,6 +53,9 @@ class Ranking:
     def __init__(self) -> None:
         self.total = 0
         self.stored = 0
+        self.pinned = 0
+        """The sum of the sizes of stored objects that are pinned."""
+        self._pins: set[str] = set()
         self._clock = 0
         self._nodes: dict[str, Node] = {}
         self._ghosts: OrderedDict[Node, None] = OrderedDict()
@@ -108,6 +111,8 @@ class Ranking:
         """An object is stored now, because it is read, and charged `size`, which is not 0."""
         self.touch(key, seconds)
         node = self._nodes[key]
+        if node.pinned:
+            self.pinned += size - node.size
         if node.size:
             self.total += size - node.size
             node.size = size
@@ -118,7 +123,7 @@ class Ranking:
         self.stored += 1
         if node.parent is not None:
             if node.parent.depth < node.depth:
-                node.parent.kids += 1
+                node.parent.kids += not node.pinned
             else:
                 node.parent = None
         node.cohort.members.append(node)
@@ -133,6 +138,9 @@ class Ranking:
             for key, size in reversed(chunk):
                 node = self._nodes[key] = Node(key, cohort)
                 node.uses, node.size, node.until = 1, size, -math.inf
+                if key in self._pins:
+                    node.pinned = True
+                    self.pinned += size
                 cohort.members.append(node)
                 self.total += size
             cohort.count = len(chunk)
@@ -147,8 +155,31 @@ class Ranking:
         if node is not None and node.size:
             self._unstore(node)
 
+    def pin(self, key: str) -> None:
+        """An object, stored or not, does not leave from now on."""
+        self._pins.add(key)
+        node = self._nodes.get(key)
+        if node is not None and not node.pinned:
+            if node.size:
+                self.pinned += node.size
+                self._release(node.parent)
+            node.pinned = True
+
+    def unpin(self, key: str) -> None:
+        """An object leaves like any other from now on."""
+        self._pins.discard(key)
+        node = self._nodes.get(key)
+        if node is None or not node.pinned:
+            return
+        node.pinned = False
+        if node.size:
+            self.pinned -= node.size
+            if node.parent is not None:
+                node.parent.kids += 1
+        self._unpark(node)
+
     def pop(self) -> str:
-        """The stored object that is worth least, which is stored no more. Raises IndexError where there is none."""
+        """The stored object that is worth least, which is stored no more. Raises IndexError where all are pinned."""
         while self._cursor < len(self._order):
             shelf = self._order[self._cursor]
             if shelf.age == 0:
@@ -171,12 +202,12 @@ class Ranking:
         raise IndexError("nothing is stored")
 
     def _last_leaf(self, cohort: Cohort) -> Node | None:
-        """The last member that has no kids, which is a member no more; those that have are parked."""
+        """The last member that may leave, which is a member no more; those that have kids, or a pin, are parked."""
         while cohort.members:
             node = cohort.members.pop()
             if node.cohort is not cohort or not node.size or node.parked:
                 continue
-            if not node.kids:
+            if not node.kids and not node.pinned:
                 return node
             node.parked = True
         del cohort.shelf.ready[cohort]
@@ -184,6 +215,7 @@ class Ranking:
 
     def _appear(self, key: str, cohort: Cohort) -> Node:
         node = self._nodes[key] = Node(key, cohort)
+        node.pinned = key in self._pins
         self._ghosts[node] = None
         return node
 
@@ -204,25 +236,34 @@ class Ranking:
                 return
             node.depth = parent.depth + 1
         node.parent = parent
-        if node.size:
+        if node.size and not node.pinned:
             parent.kids += 1
 
     def _unlink(self, node: Node) -> None:
         parent, node.parent = node.parent, None
-        if parent is None or not node.size:
-            return
-        parent.kids -= 1
-        if parent.parked and not parent.kids:
-            parent.parked = False
-            parent.cohort.members.append(parent)
-            self._show(parent.cohort)
+        if node.size and not node.pinned:
+            self._release(parent)
+
+    def _release(self, parent: Node | None) -> None:
+        """A kid that kept `parent` does so no more."""
+        if parent is not None:
+            parent.kids -= 1
+            self._unpark(parent)
+
+    def _unpark(self, node: Node) -> None:
+        if node.parked and not node.kids and not node.pinned:
+            node.parked = False
+            node.cohort.members.append(node)
+            self._show(node.cohort)
             # Its turn was before those that were shown while it was parked.
-            parent.cohort.shelf.ready.move_to_end(parent.cohort, last=False)
+            node.cohort.shelf.ready.move_to_end(node.cohort, last=False)
 
     def _unstore(self, node: Node) -> None:
         self._unlink(node)
         self.total -= node.size
         self.stored -= 1
+        if node.pinned:
+            self.pinned -= node.size
         node.size, node.parked = 0, False
         self._ghosts[node] = None
         self._bound_ghosts()

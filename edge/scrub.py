@@ -1,8 +1,8 @@
 """The scrub: reads every cached file again and again, slowly, and drops what is not what was stored.
 
-A disk may return other bytes than it was given, and readers would find out one by one. Whatever fails is deleted, and filled
-again when somebody asks for it. It is not kept aside: it is a ciphertext that the origin holds unharmed, the log says what was
-wrong with it, and the room is the cache's. A response that is being sent from the file goes on: its reader checks all hashes.
+A disk may return other bytes than it was given, and readers would find out one by one. Whatever fails is dropped, and filled
+again when somebody asks for it; the log says what was wrong with it. A response that is being sent from the file goes on: its
+reader checks all hashes.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origins
 from kvcdn.edge.peers import Peers
+from kvcdn.edge.pins import Pins
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.recall import Recall
 from kvcdn.edge.respond import FileResponse
@@ -183,7 +184,7 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
     trust, tls = trust_list(settings.trust_file), tls_context(settings)
     metrics = Metrics()
     origins = Origins(stores)
-    cache = DiskCache(settings.cache_dir, settings.capacity)
+    cache = DiskCache(settings.cache_dir, settings.capacity, settings.quarantine)
     try:
         metrics.watch(cache)
         metrics.watch_origins(origins)
@@ -196,7 +197,9 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             peers.use_token(admission.guard.peer_token)
         fetcher = Fetcher(origins, cache, revoked, metrics, peers)
         recall = Recall(revoked, cache, fetcher)
-        warming = Warming(fetcher, cache)
+        pins = Pins(cache)
+        metrics.watch_pins(pins)
+        warming = Warming(fetcher, cache, pins)
         alone = settings.admin_address is None
         presence = Presence(origins, cache, metrics, peers)
         administration = Administration(fetcher, presence, cache, warming, admission, metrics)

@@ -106,6 +106,9 @@ class EdgeSettings(BaseSettings):
     capacity: Annotated[int, BeforeValidator(parse_size), AfterValidator(_checked_capacity)] = Field(
         default=20 * 1000**3, description="Hard cap of the cache on disk, in bytes or with a unit: 200GB, 180GiB."
     )
+    quarantine: Annotated[int, BeforeValidator(parse_size), Field(ge=0)] = Field(
+        default=0, description="How much of `capacity` is for files that rotted on disk, kept aside to look at. 0 deletes them."
+    )
     scrub_bytes_per_second: Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MAX_SCRUB_BYTES_PER_SECOND)] = Field(
         default=10 * 1000**2, description="How fast cached files are read again and checked, over and over. 0 does without."
     )
@@ -173,6 +176,12 @@ class EdgeSettings(BaseSettings):
     def _tls_is_whole(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
+        return self
+
+    @model_validator(mode="after")
+    def _quarantine_is_a_part(self) -> Self:
+        if self.quarantine > self.capacity // 2:
+            raise ValueError("quarantine takes more than half of capacity")
         return self
 
     @model_validator(mode="after")

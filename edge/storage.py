@@ -3,6 +3,8 @@
     <folder>/lock                                              held by the one edge that uses the folder
     <folder>/index                                             the names of the files below, see `index`
     <folder>/staging/<file name>                               being written; removed at the next start
+    <folder>/pins                                              what stays whatever happens, see `pins`
+    <folder>/quarantine/<file name>                            rotten files kept aside, see `quarantine`
     <folder>/objects/<aa>/<address>.<tag>.<kind>.<size>.<id>   complete, synced and checked
 
 An object's size is part of its file's name, so that a start needs no file opened: what is shorter or longer than its name
@@ -35,6 +37,7 @@ from pathlib import Path
 
 from kvcdn.edge.eviction import Eviction
 from kvcdn.edge.index import FileIndex, StoredFile
+from kvcdn.edge.quarantine import Quarantine
 from kvcdn.edge.staging import FILE_MODE, FOLDER_MODE, Departed, Room, delete_files, sync_folder
 from kvcdn.edge.target import ObjectName
 from kvcdn.errors import RevokedError, UnavailableError, UntrustedError, UsageError
@@ -98,15 +101,16 @@ class OpenEntry:
 class DiskCache:
     """The index of a cache folder and the way to its files."""
 
-    def __init__(self, folder: Path, capacity: int) -> None:
-        """Takes the folder over, making it if need be, and indexes it.
+    def __init__(self, folder: Path, capacity: int, quarantine: int = 0) -> None:
+        """Takes the folder over, making it if need be, and indexes it; `quarantine` bytes of `capacity` are for rotten files.
 
         Raises UsageError where another edge uses it, UnavailableError where the disk refuses.
         """
         self._folder = folder.expanduser().absolute()
         self._objects = str(self._folder / "objects")
-        self._eviction = Eviction(capacity)
+        self._eviction = Eviction(capacity - quarantine)
         self._entries: dict[str, Entry] = {}
+        self._pinned: set[str] = set()
         self._index = FileIndex(self._folder / "index")
         self._departed = Departed(self._index)
         self.dropped: Counter[Harm] = Counter()
@@ -117,6 +121,7 @@ class DiskCache:
             self._make_folders()
             self._lock = _take_lock(self._folder / "lock")
             try:
+                self.quarantine = Quarantine(self._folder / "quarantine", quarantine)
                 self._restore()
             except BaseException:
                 self.close()
@@ -187,6 +192,19 @@ class DiskCache:
             return None
         return OpenEntry(file, entry)
 
+    def pin(self, key: str) -> None:
+        """The object under `key` is not evicted from now on, once it is here."""
+        self._pinned.add(key)
+        self._eviction.pin(key)
+
+    def unpin(self, key: str) -> None:
+        """Undoes `pin`."""
+        self._pinned.discard(key)
+        self._eviction.unpin(key)
+
+    def is_pinned(self, key: str) -> bool:
+        return key in self._pinned
+
     def announce(self, keys: Sequence[str]) -> None:
         """Notes that a chain of objects was looked up and will be asked for, in this order: what eviction learns from."""
         self._eviction.visit(keys)
@@ -199,7 +217,10 @@ class DiskCache:
         self.dropped[harm] += 1
         del self._entries[key]
         self._eviction.remove(key)
-        self._departed.delete_one(self._path(key, entry))
+        path = self._path(key, entry)
+        if harm in (Harm.DAMAGED, Harm.RESIZED):
+            self.quarantine.take(path)
+        self._departed.delete_one(path)
 
     def drop_key(self, key: str, harm: Harm, words: str) -> None:
         """As `drop`, of whatever the cache holds under `key`."""

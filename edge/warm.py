@@ -19,6 +19,7 @@ from kvcdn.digest import Digest, ModelTag
 from kvcdn.edge.body import read_fields
 from kvcdn.edge.fetch import Fetcher, Refused
 from kvcdn.edge.memory import FadingMemory
+from kvcdn.edge.pins import Pins
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import Kind, ObjectName
 from kvcdn.errors import CorruptError
@@ -35,6 +36,9 @@ MAX_ADDRESSES = 4096
 FAILURE_SECONDS = 10.0
 """How long an order is told why an object is not here, before the next one has it tried again."""
 
+PINS_SECONDS = 60.0
+"""Between two looks at whether what is pinned is here."""
+
 PEER_SECONDS = 60.0
 """How long an object counts as here that a peer was seen to keep: what waits for an order asks several times a second."""
 
@@ -48,6 +52,8 @@ class WarmRequest:
     tag: ModelTag
     manifest: ObjectName | None
     blocks: tuple[ObjectName, ...]
+    pin: bool = False
+    """Whether the document is to stay whatever else is asked for."""
 
     @classmethod
     def parse(cls, body: bytes) -> WarmRequest:
@@ -57,12 +63,16 @@ class WarmRequest:
         match fields.names:
             case ("manifest",):
                 return cls(tag, ObjectName(Kind.MANIFEST, tag, fields.fixed("manifest", Digest)), ())
+            case ("manifest", "pin"):
+                if fields.any("pin") is not True:
+                    raise CorruptError("warm request: pin is true, or not there")
+                return cls(tag, ObjectName(Kind.MANIFEST, tag, fields.fixed("manifest", Digest)), (), pin=True)
             case ("addresses",):
                 addresses = fields.array("addresses", 1, MAX_ADDRESSES)
                 parsed = [Digest.parse(address, "warm request: address") for address in addresses]
                 return cls(tag, None, tuple(ObjectName(Kind.BLOCK, tag, address) for address in dict.fromkeys(parsed)))
             case _:
-                raise CorruptError("warm request: besides model it has one field, which is manifest or addresses")
+                raise CorruptError("warm request: besides model it has manifest, also with pin, or addresses")
 
 
 @dataclass(frozen=True)
@@ -82,8 +92,8 @@ class Warmed:
 class Warming:
     """Fetches what was ordered. For the event loop's thread."""
 
-    def __init__(self, fetcher: Fetcher, cache: DiskCache) -> None:
-        self._fetcher, self._cache = fetcher, cache
+    def __init__(self, fetcher: Fetcher, cache: DiskCache, pins: Pins) -> None:
+        self._fetcher, self._cache, self.pins = fetcher, cache, pins
         self._waiting: deque[ObjectName] = deque()
         self._taken: set[str] = set()
         """Keys of what waits or is on its way."""
@@ -95,6 +105,7 @@ class Warming:
     async def running(self) -> AsyncIterator[None]:
         """Fetches while the context lasts; fills that run then are the fetcher's to end."""
         tasks = [asyncio.create_task(self._work(), name="warm") for _ in range(WARMERS)]
+        tasks.append(asyncio.create_task(self._keep_pins(), name="pins"))
         try:
             yield
         finally:
@@ -102,8 +113,11 @@ class Warming:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def order(self, asked: WarmRequest) -> Warmed | Refused:
-        """Has what was asked for fetched in the background; Refused where its manifest is not to be had."""
+    async def order(self, asked: WarmRequest) -> Warmed | Refused | None:
+        """Has what was asked for fetched in the background; Refused where its manifest is not to be had.
+
+        None where it cannot be pinned, for there is no room beside other pins. Raises OSError of the disk.
+        """
         if asked.manifest is None:
             return self._take(asked.blocks)
         data = await self._read(asked.manifest)
@@ -111,10 +125,21 @@ class Warming:
             return data
         manifest = open_manifest(data, str(asked.manifest))
         blocks = [ObjectName(Kind.BLOCK, asked.tag, block.address) for block in manifest.blocks]
+        if asked.pin:
+            sizes = {name.key: block.size for name, block in zip(blocks, manifest.blocks, strict=True)}
+            if not await self.pins.add(asked.manifest, {asked.manifest.key: len(data), **sizes}):
+                return None
         return self._take([asked.manifest, *blocks])
 
+    async def _keep_pins(self) -> None:
+        """Has what is pinned and not here fetched: after a start, and after a disk damaged it."""
+        while True:
+            missing = map(ObjectName.from_path, (f"/{key}" for key in self.pins.missing()))
+            self._take([name for name in missing if name is not None and not self._fetcher.refuses(name)])
+            await asyncio.sleep(PINS_SECONDS)
+
     def _take(self, names: Sequence[ObjectName]) -> Warmed:
-        missing = [name for name in names if self._cache.size_of(name.key) is None and not self._at_peers.get(name.key)]
+        missing = [name for name in names if not self._is_here(name.key)]
         trouble = ""
         for name in missing:
             failure = self._failures.get(name.key)
@@ -126,6 +151,12 @@ class Warming:
         self._more.set()
         waiting = sum(name.key in self._taken for name in missing)
         return Warmed(len(names), len(names) - len(missing), waiting, trouble)
+
+    def _is_here(self, key: str) -> bool:
+        """Whether an order has nothing to wait for: the object is here, or it need not be, as a peer keeps it."""
+        if self._cache.size_of(key) is not None:
+            return True
+        return not self._cache.is_pinned(key) and self._at_peers.get(key) is not None
 
     async def _work(self) -> None:
         while True:

@@ -67,6 +67,40 @@ def test_rot_behind_a_running_edge_is_found_and_mended(document: Document, tmp_p
         assert 2 == edge.log().count("the scrub found it damaged")
 
 
+def test_rot_is_kept_aside_where_there_is_room_for_it(document: Document, tmp_path: Path) -> None:
+    """In quarantine, as it rotted, within its part of the cap, the oldest leaving first; also after a restart."""
+    document.publish(FolderStore(tmp_path / "origin"))
+    cache, keys = tmp_path / "cache", list(document.blocks)
+    large, small = (document.blocks[key] for key in keys)
+    given = {"scrub_bytes_per_second": "50MB", "quarantine": "600kB", "capacity": "10MB"}
+
+    def rot(url: str, key: str, count: float) -> bytes:
+        ask(url, f"/{key}")
+        settle(url)
+        path = next(path for path in object_files(cache) if path.name.startswith(key[-64:]))
+        _flip(path, 100_000)
+        rotten = path.read_bytes()
+        _await(lambda: _found(url, "damaged") == count)
+        return rotten
+
+    def aside() -> dict[str, bytes]:
+        return {path.name[:64]: path.read_bytes() for path in (cache / "quarantine").iterdir()}
+
+    with running_edge(str(tmp_path / "origin"), cache, **given) as edge:
+        first = rot(edge.url, keys[0], 1)
+        assert {keys[0][-64:]: first} == aside()
+        second = rot(edge.url, keys[1], 2)
+        assert {keys[1][-64:]: second} == aside()
+        assert len(small) <= metric(edge.url, "kvcdn_edge_quarantine_bytes") < len(small) + 4096
+        assert 9_400_000 == metric(edge.url, "kvcdn_edge_cache_capacity_bytes")
+        assert large == ask(edge.url, f"/{keys[0]}").body
+    with running_edge(str(tmp_path / "origin"), cache, **given) as edge:
+        assert {keys[1][-64:]: second} == aside()
+    with running_edge(str(tmp_path / "origin"), cache, capacity="10MB") as edge:
+        assert {} == aside()
+        assert 10_000_000 == metric(edge.url, "kvcdn_edge_cache_capacity_bytes")
+
+
 def test_what_vanished_is_forgotten(document: Document, tmp_path: Path) -> None:
     """A file that an operator deleted is no longer counted, without anybody asking for it."""
     store = MemoryStore()

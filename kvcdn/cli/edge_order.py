@@ -18,6 +18,9 @@ ANSWER_SECONDS = 120.0
 ANSWER_BYTES = 64 * 1024
 """Beyond this it is no answer of an edge's."""
 
+LIST_BYTES = 4 << 20
+"""The same of a list: ten thousand lines."""
+
 AdminEdge = Annotated[
     str, typer.Option("--edge", envvar="KVCDN_EDGE", help="URL of the edge, where its administration is (admin_listen).")
 ]
@@ -28,19 +31,28 @@ def order(edge: str, path: str, token: str | None, value: Mapping[str, Any]) -> 
 
     Raises UsageError where it refuses the request, UntrustedError the token, NotFoundError, UnavailableError.
     """
+    return _ask(edge, "POST", path, token, json.dumps(value).encode("ascii"), ANSWER_BYTES)
+
+
+def look(edge: str, path: str, token: str | None) -> dict[str, Any]:
+    """The JSON object that is to be seen there. Raises as `order`."""
+    return _ask(edge, "GET", path, token, None, LIST_BYTES)
+
+
+def _ask(edge: str, method: str, path: str, token: str | None, body: bytes | None, longest: int) -> dict[str, Any]:
     if not edge.startswith(("http://", "https://")) or "," in edge:
         raise UsageError(f"--edge takes one URL such as http://127.0.0.1:8400, not {edge[:200]!r}")
     import urllib3  # noqa: PLC0415 - see kvcdn.cli
 
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    headers = {"Content-Type": "application/json"} if body is not None else {}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
     timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=ANSWER_SECONDS)
-    body = json.dumps(value).encode("ascii")
     try:
         with urllib3.PoolManager(timeout=timeout, retries=False) as pool:
             reply = pool.request(
-                "POST", edge.rstrip("/") + path, body=body, headers=headers, preload_content=False, redirect=False
+                method, edge.rstrip("/") + path, body=body, headers=headers, preload_content=False, redirect=False
             )
-            data = reply.read(ANSWER_BYTES)
+            data = reply.read(longest)
             reply.close()
     except urllib3.exceptions.LocationParseError:
         raise UsageError(f"--edge: {edge[:200]!r} is not a URL") from None

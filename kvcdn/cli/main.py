@@ -24,6 +24,7 @@ from kvcdn.cli import (
     lint,
     listing,
     origin,
+    pins,
     publish,
     purge,
     remove,
@@ -65,6 +66,8 @@ app.command()(remove.retire)
 app.command()(revoke.revoke)
 app.command("cp")(copy.copy)
 app.command()(warm.warm)
+app.command()(pins.pins)
+app.command()(pins.unpin)
 app.command()(purge.purge)
 app.command("gc")(upkeep.collect)
 app.command("fsck")(upkeep.check)

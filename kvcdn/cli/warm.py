@@ -31,6 +31,7 @@ def warm(
     token: Token = None,
     *,
     chat: Chat = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Have it stay there until kvcdn unpin or kvcdn purge.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Have an edge fetch a published document now, and wait until all of it is there.
@@ -38,6 +39,7 @@ def warm(
     With an address, --model may be the model's tag: then no model is looked at. What is already there is not fetched again.
     """
     asked, started = _asked(document, model, adapter, namespace, precision, chat=chat), time.monotonic()
+    asked |= {"pin": True} if pin else {}
     tick, best, moved = ticking(), -1, started
     while True:
         answer = order(edge, "/v1/warm", token, asked)
@@ -58,7 +60,7 @@ def warm(
     if as_json:
         print_json({"edge": edge, **asked, "objects": objects, "seconds": round(now - started, 3)})
     else:
-        print_text(f"{objects:,} objects are at {edge}")
+        print_text(f"{objects:,} objects are {'pinned ' if pin else ''}at {edge}")
 
 
 def _asked(

@@ -124,7 +124,7 @@ def _sizes(cache_dir: Path) -> dict[Path, int]:
     for folder, _, names in os.walk(cache_dir):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                if name != "lock" and not name.startswith("index"):
+                if name != "lock" and not name.startswith(("index", "pins")):
                     sizes[Path(folder, name)] = os.lstat(f"{folder}/{name}").st_size
     return sizes
 
