@@ -12,6 +12,7 @@ With `settings` and `passphrase`, the only core module that reads files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -78,6 +79,31 @@ def load_or_create_signing_key(path: Path, passphrase: Passphrase = configured_p
     if path.exists():
         return load_signing_key(path, passphrase), False
     return create_signing_key(path), True
+
+
+def create_next_key(path: Path, passphrase: bytes | None) -> tuple[SigningKey, Path]:
+    """Makes the key that is to take the place of the one at `path`, beside it; the key, and where it is for now."""
+    key, beside = SigningKey.generate(), next_key_path(path)
+    _write_secret(beside, key.to_pem(passphrase))
+    return key, beside
+
+
+def next_key_path(path: Path) -> Path:
+    """Where the key that is to take the place of the one at `path` waits until every origin knows of it."""
+    return path.with_name(f"{path.stem}-next.pem")
+
+
+def replace_signing_key(path: Path, old: SigningKey, new: SigningKey) -> Path:
+    """Puts the next key into the place of `old` and trusts it; where `old` is now. There is a key at `path` at any moment."""
+    kept = path.with_name(f"{path.stem}-{str(old.public)[:8]}.pem")
+    trust_publisher(new.public, f"myself ({path.stem})")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(path, kept)
+        next_key_path(path).replace(path)
+    except OSError as error:
+        raise UnavailableError(f"cannot put {next_key_path(path)} into the place of {path}: {error.strerror}") from None
+    return kept
 
 
 def protect_signing_key(path: Path, key: SigningKey, passphrase: bytes) -> None:
