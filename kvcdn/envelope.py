@@ -16,12 +16,14 @@ BLOCK_MAGIC = b"KVCDNB1\n"
 MANIFEST_MAGIC = b"KVCDNM1\n"
 REVOCATIONS_MAGIC = b"KVCDNR1\n"
 JOURNAL_MAGIC = b"KVCDNJ1\n"
+SUCCESSION_MAGIC = b"KVCDNS1\n"
 
 _KINDS = {
     BLOCK_MAGIC: "block",
     MANIFEST_MAGIC: "manifest",
     REVOCATIONS_MAGIC: "list of revocations",
     JOURNAL_MAGIC: "entry of a journal",
+    SUCCESSION_MAGIC: "statement of succession",
 }
 
 PREAMBLE_BYTES = 12

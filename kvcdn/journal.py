@@ -117,15 +117,14 @@ class Revoked:
 
 @dataclass(frozen=True)
 class Rotated:
-    """The signer's statement of succession number `version` was created, in favour of `successor`."""
+    """The signer's statement of succession was created, in favour of `successor`."""
 
-    version: int
     etag: Digest
     successor: PublicKey
     action: ClassVar[str] = "rotate"
 
     def to_json(self) -> dict[str, Any]:
-        return {"etag": str(self.etag), "successor": str(self.successor), "version": self.version}
+        return {"etag": str(self.etag), "successor": str(self.successor)}
 
 
 Deed = Published | Removed | Retired | Revoked | Rotated
@@ -216,7 +215,6 @@ def _read_deed(action: str, fields: Fields, what: str) -> Deed:
         case "revoke":
             deed = Revoked(fields.integer("version", 1, MAX_NUMBER), fields.fixed("etag", Digest))
         case _:
-            successor = fields.fixed("successor", PublicKey)
-            deed = Rotated(fields.integer("version", 1, MAX_NUMBER), fields.fixed("etag", Digest), successor)
+            deed = Rotated(fields.fixed("etag", Digest), fields.fixed("successor", PublicKey))
     fields.done()
     return deed

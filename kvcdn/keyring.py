@@ -1,8 +1,8 @@
 """The user's own keys on disk: signing keys, the trust list, namespace secrets.
 
-With `settings`, the only core module that reads files.
+With `settings` and `passphrase`, the only core module that reads files.
 
-<config>/keys/<name>.pem          Ed25519 signing key, PKCS #8, mode 0600
+<config>/keys/<name>.pem          Ed25519 signing key, PKCS #8, mode 0600, perhaps encrypted (keyfile)
 <config>/trust                    publishers to accept, a public key and a name a line
 <config>/distrust                 publishers to refuse for all that, a public key, a time and a reason a line
 <config>/revocations/<key>        the last list of what a publisher revokes that was seen, as it was signed
@@ -12,9 +12,11 @@ With `settings`, the only core module that reads files.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -24,12 +26,18 @@ from kvcdn.digest import Digest, hash_bytes
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
 from kvcdn.fields import Fields
 from kvcdn.journal import MAX_NUMBER, Head
+from kvcdn.keyfile import is_encrypted
 from kvcdn.keys import NAMESPACE_SECRET_MIN_BYTES, Namespace
+from kvcdn.passphrase import Passphrase, configured_passphrase
 from kvcdn.paths import config_dir
 from kvcdn.revocation import MAX_REVOCATIONS_BYTES, Revocations, open_revocations
 from kvcdn.signing import PublicKey, SigningKey, TrustList
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+_OWNER_ALONE = 0o077
+_GROUP_READS_NOT = 0o037
+"""Bits of a mode that must not be set."""
 
 _MAX_FILE_BYTES = 1 << 20
 """No key or trust file is larger; a wrong path may be anything."""
@@ -40,24 +48,83 @@ def signing_key_path(name: str = "default") -> Path:
     return config_dir() / "keys" / f"{_plain(name)}.pem"
 
 
-def load_signing_key(path: Path) -> SigningKey:
-    """Reads a signing key. Raises NotFoundError or UsageError."""
-    return SigningKey.from_pem(_read(path, "signing key", "make one with: kvcdn keygen"), str(path))
+def load_signing_key(path: Path, passphrase: Passphrase = configured_passphrase) -> SigningKey:
+    """Reads a signing key; `passphrase` is asked where it is encrypted. Raises NotFoundError or UsageError.
+
+    A key that is not encrypted is refused where others than its owner may read it.
+    """
+    pem = _read(path, "signing key", "make one with: kvcdn keygen")
+    if is_encrypted(pem):
+        return SigningKey.from_pem(pem, str(path), passphrase())
+    key = SigningKey.from_pem(pem, str(path))
+    _require_private(path)
+    return key
 
 
-def create_signing_key(path: Path) -> SigningKey:
+def signing_key_encrypted(path: Path) -> bool:
+    """Whether the signing key at `path` needs a passphrase. Raises NotFoundError."""
+    return is_encrypted(_read(path, "signing key", "make one with: kvcdn keygen"))
+
+
+def create_signing_key(path: Path, passphrase: bytes | None = None) -> SigningKey:
     """Makes a new signing key at `path` and trusts it. Raises UsageError where a file is there already."""
     key = SigningKey.generate()
-    _write_secret(path, key.to_pem())
+    _write_secret(path, key.to_pem(passphrase))
     trust_publisher(key.public, f"myself ({path.stem})")
     return key
 
 
-def load_or_create_signing_key(path: Path) -> tuple[SigningKey, bool]:
-    """The key at `path`, made now if there is none; True where it was made."""
+def load_or_create_signing_key(path: Path, passphrase: Passphrase = configured_passphrase) -> tuple[SigningKey, bool]:
+    """The key at `path`, made now if there is none, and then not encrypted; True where it was made."""
     if path.exists():
-        return load_signing_key(path), False
+        return load_signing_key(path, passphrase), False
     return create_signing_key(path), True
+
+
+def create_next_key(path: Path, passphrase: bytes | None) -> tuple[SigningKey, Path]:
+    """Makes the key that is to take the place of the one at `path`, beside it; the key, and where it is for now."""
+    key, beside = SigningKey.generate(), next_key_path(path)
+    _write_secret(beside, key.to_pem(passphrase))
+    return key, beside
+
+
+def next_key_path(path: Path) -> Path:
+    """Where the key that is to take the place of the one at `path` waits until every origin knows of it."""
+    return path.with_name(f"{path.stem}-next.pem")
+
+
+def replace_signing_key(path: Path, old: SigningKey, new: SigningKey) -> Path:
+    """Puts the next key into the place of `old` and trusts it; where `old` is now. There is a key at `path` at any moment."""
+    kept = path.with_name(f"{path.stem}-{str(old.public)[:8]}.pem")
+    trust_publisher(new.public, f"myself ({path.stem})")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(path, kept)
+        next_key_path(path).replace(path)
+    except OSError as error:
+        raise UnavailableError(f"cannot put {next_key_path(path)} into the place of {path}: {error.strerror}") from None
+    return kept
+
+
+def protect_signing_key(path: Path, key: SigningKey, passphrase: bytes) -> None:
+    """Puts `key`, which was read from `path`, there anew, encrypted. Raises UsageError, UnavailableError."""
+    _replace(path, key.to_pem(passphrase))
+
+
+def _require_private(path: Path) -> None:
+    """Raises UsageError for a key file that others than its owner may use."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise UnavailableError(f"cannot read the signing key at {path}: {error.strerror}") from None
+    # What the system hands to a service is root's, and readable for the service's group: systemd's credentials are.
+    others = _GROUP_READS_NOT if found.st_uid == 0 and os.geteuid() != 0 else _OWNER_ALONE
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & others:
+        raise UsageError(
+            f"{path} is a signing key that is not encrypted, and others than you may use it (mode {mode:o})",
+            hint=f"chmod 600 {path}, and think of who has read it; or encrypt it: kvcdn keygen --protect",
+        )
 
 
 def trust_path() -> Path:

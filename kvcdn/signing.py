@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from kvcdn.digest import FixedBytes
 from kvcdn.errors import CorruptError, RevokedError, UntrustedError, UsageError
+from kvcdn.keyfile import read_key, write_key
 
 SIGNATURE_BYTES = 64
 
@@ -51,21 +52,13 @@ class SigningKey:
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
-    def from_pem(cls, pem: bytes, source: str) -> SigningKey:
-        """Reads an unencrypted PKCS #8 PEM; `source` names it in errors. Raises UsageError."""
-        try:
-            key = serialization.load_pem_private_key(pem, password=None)
-        except (ValueError, TypeError, UnsupportedAlgorithm):
-            key = None
-        if not isinstance(key, Ed25519PrivateKey):
-            raise UsageError(f"{source} does not hold an Ed25519 private key", hint="make one with: kvcdn keygen")
-        return cls(key)
+    def from_pem(cls, pem: bytes, source: str, passphrase: bytes | None = None) -> SigningKey:
+        """Reads a key file (`kvcdn.keyfile`); `source` names it in errors. Raises UsageError."""
+        return cls(read_key(pem, source, passphrase))
 
-    def to_pem(self) -> bytes:
-        """Unencrypted PKCS #8 PEM."""
-        return self._key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
+    def to_pem(self, passphrase: bytes | None = None) -> bytes:
+        """A key file, encrypted where a passphrase is given. Raises UsageError for a passphrase that is too short."""
+        return write_key(self._key, passphrase)
 
     @property
     def private(self) -> Ed25519PrivateKey:

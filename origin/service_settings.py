@@ -17,6 +17,7 @@ from kvcdn.errors import UnavailableError
 from kvcdn.keyring import load_or_create_signing_key, load_signing_key, load_trust, signing_key_path
 from kvcdn.origin.queue import JobQueue
 from kvcdn.origin.settings import checked_origin
+from kvcdn.passphrase import passphrase_from
 from kvcdn.paths import data_dir
 from kvcdn.settings import SettingsSources
 from kvcdn.signing import SigningKey, TrustList
@@ -73,6 +74,9 @@ class ServiceSettings(BaseSettings):
         default=(), max_length=1000, description="Private namespaces that jobs may name; their secrets are on this machine."
     )
     key_file: Path | None = Field(default=None, description="Signing key (PEM). Without it, the user's own key.")
+    key_passphrase_file: Path | None = Field(
+        default=None, description="File with the passphrase of an encrypted signing key, in its first line."
+    )
     trust_file: Path | None = Field(
         default=None, description="Publishers whose blocks may be built upon, a key a line. Without it, the user's own list."
     )
@@ -142,7 +146,11 @@ class ServiceSettings(BaseSettings):
 
     def open_keys(self) -> tuple[SigningKey, TrustList]:
         """The key to sign with, made if there is none, and whom to trust. Raises NotFoundError or UsageError."""
-        key = load_signing_key(self.key_file) if self.key_file else load_or_create_signing_key(signing_key_path())[0]
+        passphrase = passphrase_from(self.key_passphrase_file)
+        if self.key_file:
+            key = load_signing_key(self.key_file, passphrase)
+        else:
+            key = load_or_create_signing_key(signing_key_path(), passphrase)[0]
         return key, load_trust(self.trust_file)
 
 

@@ -64,6 +64,9 @@ class PublisherSettings(BaseSettings):
         description="Largest mean next-token KL in nats; where it is larger, a finer precision is published.",
     )
     key_file: Path | None = Field(default=None, description="Signing key (PEM). Without it, the user's own key.")
+    key_passphrase_file: Path | None = Field(
+        default=None, description="File with the passphrase of an encrypted signing key, in its first line."
+    )
     trust_file: Path | None = Field(
         default=None,
         description="Publishers whose blocks may be built upon, a key a line. Without it, the user's own list.",

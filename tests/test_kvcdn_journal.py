@@ -53,7 +53,7 @@ DEEDS = (
     Removed(TAG, tuple(Digest(number.to_bytes(32, "big")) for number in range(MAX_ADDRESSES)), "repair"),
     Retired(TAG),
     Revoked(7, ADDRESS),
-    Rotated(1, ADDRESS, OTHER.public),
+    Rotated(ADDRESS, OTHER.public),
 )
 
 

@@ -59,7 +59,6 @@ WRONG_PEMS = {
     "nothing": b"",
     "text": b"no key in here",
     "public": KEY._key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo),
-    "encrypted": pem(KEY._key, b"password"),
     "x25519": pem(x25519.X25519PrivateKey.generate()),
     "ed448": pem(ed448.Ed448PrivateKey.generate()),
     "p-256": pem(ec.generate_private_key(ec.SECP256R1())),

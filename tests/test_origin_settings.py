@@ -168,6 +168,7 @@ def test_environment_alone_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
         "device": "cuda:1",
         "namespace": "acme",
         "key_file": "/k",
+        "key_passphrase_file": "/p",
         "trust_file": "/t",
         "label": "l",
         "days": "30",
@@ -181,6 +182,7 @@ def test_environment_alone_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = {
         "adapters": (Path("/a"), Path("/b")),
         "key_file": Path("/k"),
+        "key_passphrase_file": Path("/p"),
         "trust_file": Path("/t"),
         "days": 30,
         "min_quality": 0.002,

@@ -18,29 +18,60 @@ def keygen(
     label: Annotated[str, typer.Option("--as", help="Your name for the publisher you trust.")] = "",
     *,
     show: Annotated[bool, typer.Option("--show", help="Show the public key that is there; make nothing.")] = False,
+    encrypt: Annotated[
+        bool,
+        typer.Option("--encrypt", help="Encrypt the new key under a passphrase: asked for, or as the environment names it."),
+    ] = False,
+    protect: Annotated[
+        bool, typer.Option("--protect", help="Encrypt the key that is there, or change its passphrase; make nothing.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a signing key (and trust it), make the secret of a private namespace, or trust another publisher."""
-    if sum((namespace is not None, trust is not None, show)) > 1:
-        raise UsageError("--namespace, --trust and --show are three different things to do", hint="give one of them")
+    """Make a signing key (and trust it), make the secret of a private namespace, or trust another publisher.
+
+    A passphrase is never an argument: it is asked for at a terminal, or read from the file that KVCDN_KEY_PASSPHRASE_FILE
+    names, or from KVCDN_KEY_PASSPHRASE. A new one in place of an old one (--protect) comes from KVCDN_NEW_KEY_PASSPHRASE_FILE.
+    """
+    if sum((namespace is not None, trust is not None, show, encrypt, protect)) > 1:
+        raise UsageError(
+            "--namespace, --trust, --show, --encrypt and --protect are different things to do", hint="give one of them"
+        )
     if namespace is not None:
         result = _make_namespace(namespace)
     elif trust is not None:
         result = _trust(trust, label)
     else:
-        result = _signing_key(name, show=show)
+        result = _signing_key(name, show=show, encrypt=encrypt, protect=protect)
     if as_json:
         print_json(result)
     else:
         print_pairs([(key.replace("_", " "), value) for key, value in result.items()])
 
 
-def _signing_key(name: str, *, show: bool) -> dict[str, str]:
-    from kvcdn.keyring import create_signing_key, load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
+def _signing_key(name: str, *, show: bool, encrypt: bool, protect: bool) -> dict[str, str]:
+    from kvcdn.cli.options import signing_key  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.cli.passphrase import new_passphrase  # noqa: PLC0415
+    from kvcdn.keyring import (  # noqa: PLC0415
+        create_signing_key,
+        protect_signing_key,
+        signing_key_encrypted,
+        signing_key_path,
+    )
 
     path = signing_key_path(name)
-    key = load_signing_key(path) if show else create_signing_key(path)
-    return {"public_key": key.public.text, "file": str(path)}
+    if show or protect:
+        key = signing_key(path)
+    if protect:
+        protect_signing_key(path, key, new_passphrase(path, replaces=signing_key_encrypted(path)))
+    elif not show:
+        if encrypt and path.exists():
+            raise UsageError(f"{path} exists already", hint=f"encrypt it with: kvcdn keygen --name {name} --protect")
+        key = create_signing_key(path, new_passphrase(path, replaces=False) if encrypt else None)
+    return {
+        "public_key": key.public.text,
+        "file": str(path),
+        "protection": "passphrase" if signing_key_encrypted(path) else "file permission",
+    }
 
 
 def _make_namespace(name: str) -> dict[str, str]:

@@ -29,6 +29,7 @@ from kvcdn.cli import (
     purge,
     remove,
     revoke,
+    rotate,
     show,
     token,
     trust,
@@ -64,6 +65,7 @@ app.command()(show.show)
 app.command("rm")(remove.remove)
 app.command()(remove.retire)
 app.command()(revoke.revoke)
+app.command("rotate-key")(rotate.rotate_key)
 app.command("cp")(copy.copy)
 app.command()(warm.warm)
 app.command()(pins.pins)

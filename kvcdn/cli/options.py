@@ -101,15 +101,17 @@ def open_source(edges: list[str] | None, origin: str | None, endpoint: str | Non
     return open_(origin or default_origin(), endpoint=endpoint)
 
 
-def signing_key(path: Path | None) -> SigningKey:
-    """The key at `path`, or the user's, which is made if there is none."""
-    from kvcdn.keyring import load_or_create_signing_key, load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
+def signing_key(path: Path | None, *, create: bool = True) -> SigningKey:
+    """The key at `path`, or the user's, which is made if there is none and `create` is set; a passphrase may be asked for."""
+    from kvcdn.cli.passphrase import passphrase_for  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.keyring import load_or_create_signing_key, load_signing_key, signing_key_path  # noqa: PLC0415
 
-    if path is not None:
-        return load_signing_key(path)
-    signer, new = load_or_create_signing_key(signing_key_path())
+    own = signing_key_path()
+    if path is not None or not create:
+        return load_signing_key(path or own, passphrase_for(path or own))
+    signer, new = load_or_create_signing_key(own, passphrase_for(own))
     if new:
-        note(f"made your signing key {signing_key_path()}; readers trust it with: kvcdn keygen --trust {signer.public.text}")
+        note(f"made your signing key {own}; readers trust it with: kvcdn keygen --trust {signer.public.text}")
     return signer
 
 

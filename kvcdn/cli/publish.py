@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvcdn.origin.publish import Publisher, PublishProgress, PublishResult
     from kvcdn.origin.settings import PublisherSettings
     from kvcdn.origin.sources import Document
+    from kvcdn.signing import SigningKey
 
 _SECONDS_PER_DAY = 86400
 
@@ -180,9 +181,18 @@ def _load(settings: PublisherSettings) -> LoadedModel:
 def _publisher(loaded: LoadedModel, settings: PublisherSettings, space: Namespace) -> Publisher:
     from kvcdn.origin.publish import Publisher  # noqa: PLC0415 - see kvcdn.cli
 
-    signer = signing_key(settings.key_file)
+    signer = _signer(settings)
     store = open_origin(settings.origin, settings.endpoint)
     return Publisher(loaded, store, signer, namespace=space, trust=trust_list(settings.trust_file))
+
+
+def _signer(settings: PublisherSettings) -> SigningKey:
+    if settings.key_passphrase_file is None:
+        return signing_key(settings.key_file)
+    from kvcdn.keyring import load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.passphrase import passphrase_from  # noqa: PLC0415
+
+    return load_signing_key(settings.key_file or signing_key_path(), passphrase_from(settings.key_passphrase_file))
 
 
 def _publishing(

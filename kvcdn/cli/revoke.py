@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcdn.cli.inspect import day
-from kvcdn.cli.options import AsJson, Endpoint, KeyFile, Origin, open_origin
+from kvcdn.cli.options import AsJson, Endpoint, KeyFile, Origin, open_origin, signing_key
 from kvcdn.cli.output import note, print_json, print_pairs, ticking
 from kvcdn.errors import NotFoundError, UsageError
 
@@ -43,7 +43,7 @@ def revoke(
 
     Nothing is deleted: kvcdn rm and kvcdn retire do that, and cannot reach copies.
     """
-    from kvcdn.keyring import keep_revocations, load_signing_key, signing_key_path  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.keyring import keep_revocations  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.origin.catalog import find_model  # noqa: PLC0415
     from kvcdn.origin.journal import Journal  # noqa: PLC0415
     from kvcdn.origin.revocation import Targets, change_revocations  # noqa: PLC0415
@@ -51,7 +51,7 @@ def revoke(
 
     if renew is bool(addresses or publisher or model):
         raise UsageError("there is nothing to revoke", hint="name addresses, --publisher or --model; or only --renew")
-    store, signer = open_origin(origin, endpoint), load_signing_key(key or signing_key_path())
+    store, signer = open_origin(origin, endpoint), signing_key(key, create=False)
     targets = Targets(
         _named(store, addresses or [], undo=undo),
         frozenset(PublicKey.from_text(text) for text in publisher or ()),

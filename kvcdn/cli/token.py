@@ -14,6 +14,7 @@ from kvcdn.access.links import sign_link
 from kvcdn.access.tokens import AUDIENCE, issue_token
 from kvcdn.cli.options import AsJson
 from kvcdn.cli.output import note, print_json, print_text
+from kvcdn.cli.passphrase import passphrase_for
 from kvcdn.errors import UsageError
 from kvcdn.keyring import load_signing_key, signing_key_path
 
@@ -41,7 +42,12 @@ def token(
 
     Make the key with: kvcdn keygen --name issuer. What is made is not recorded anywhere, and counts until it ends.
     """
-    signing, seconds, now = load_signing_key(signing_key_path(key)), _seconds(valid or ("1d" if link else "30d")), time.time()
+    path = signing_key_path(key)
+    signing, seconds, now = (
+        load_signing_key(path, passphrase_for(path)),
+        _seconds(valid or ("1d" if link else "30d")),
+        time.time(),
+    )
     if link is not None:
         if scope or model or namespace or bytes_per_day:
             raise UsageError("a link permits to read one object, and nothing else", hint="leave out the limits, or --link")

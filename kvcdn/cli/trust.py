@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvcdn.cli.options import AsJson
+from kvcdn.cli.inspect import SHORT, day
+from kvcdn.cli.options import AsJson, Endpoint, Origin, TrustFile, open_origin, trust_list
 from kvcdn.cli.output import note, print_json, print_pairs, print_table
 from kvcdn.errors import NotFoundError
 
@@ -31,6 +32,41 @@ def list_publishers(*, as_json: AsJson = False) -> None:
         statuses = [f"refused, {row['refused']}" if row["refused"] else "trusted" for row in rows]
         cells = [[str(row["public_key"]), str(row["name"]), status] for row, status in zip(rows, statuses, strict=True)]
         print_table(["PUBLISHER", "NAME", "STATUS"], cells)
+
+
+@app.command()
+def follow(
+    publisher: Annotated[str, typer.Argument(help="The public key on your trust list whose successor you want to trust.")],
+    origin: Origin = None,
+    endpoint: Endpoint = None,
+    trust: TrustFile = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Trust the key that a publisher named as its next, by a statement of both keys at an origin (kvcdn rotate-key).
+
+    Whoever stole the old key may have made the statement: compare the new key with what the publisher says elsewhere. The old
+    key stays on the list, as what it signed stays good; take its line off when you need that no more.
+    """
+    from kvcdn.keyring import load_distrust, load_revocations, trust_path, trust_publisher  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.rotation import follow_successors  # noqa: PLC0415
+    from kvcdn.signing import PublicKey  # noqa: PLC0415
+
+    key, store = PublicKey.from_text(publisher), open_origin(origin, endpoint)
+    trusted = trust_list(trust).without(load_distrust())
+    steps = follow_successors(store, key, trusted, load_revocations())
+    if not steps:
+        raise NotFoundError(f"{key.text} has named no successor at {store.url}", hint="it goes on counting as it does")
+    names = {step.successor: f"{trusted.names[key]}, after {str(step.old)[:SHORT]}".lstrip(", ") for step in steps}
+    added = [successor.text for successor, name in names.items() if trust_publisher(successor, name, trust)]
+    last, file = steps[-1].successor.text, str(trust or trust_path())
+    if as_json:
+        found = {"followed": key.text, "trusted": last, "added": added, "file": file}
+        print_json({**found, "steps": [{"old": step.old.text, "successor": step.successor.text} for step in steps]})
+        return
+    for step in steps:
+        print_pairs([("since " + day(step.created), f"{step.old.text} is followed by {step.successor.text}")])
+    print_pairs([("trusted", last + ("" if added else ", as before")), ("file", file)])
 
 
 @app.command()
