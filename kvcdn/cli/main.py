@@ -28,6 +28,7 @@ from kvcdn.cli import (
     remove,
     revoke,
     show,
+    simulate,
     token,
     trust,
     upkeep,
@@ -72,6 +73,7 @@ app.command()(keygen.keygen)
 app.command()(token.token)
 app.command()(demo.demo)
 app.command()(economics.economics)
+app.command()(simulate.simulate)
 app.add_typer(trust.app, name="trust")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
