@@ -46,7 +46,7 @@ def rooms() -> dict[str, tuple[Path, set[str], str]]:
         cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
         if len(cells) == 4 and cells[1].startswith("kvcdn"):
             words = cells[3]
-            allowed = set(re.findall(r"\b(core|stores|model|access|codecs|everything)\b", words))
+            allowed = set(re.findall(r"\b(core|stores|model|access|codecs|economics|everything)\b", words))
             found[cells[1]] = (ROOT / cells[0].removesuffix("*.py"), allowed, words)
     return found
 
@@ -92,12 +92,13 @@ def room_of(module: str) -> str:
 def test_table_has_every_room() -> None:
     """The table names the rooms that this test knows; the rules below are read from it."""
     expected = {"kvcdn", "kvcdn.stores", "kvcdn.model", "kvcdn.origin", "kvcdn.edge", "kvcdn.client", "kvcdn.cli"}
-    expected |= {"kvcdn.access", "kvcdn.codecs", "kvcdn.economics"}
+    expected |= {"kvcdn.access", "kvcdn.codecs", "kvcdn.economics", "kvcdn.simulation"}
     assert expected == set(rooms())
     assert {"everything"} == rooms()["kvcdn.cli"][1]
     core_only = ("kvcdn.stores", "kvcdn.access", "kvcdn.codecs", "kvcdn.economics")
     assert [{"core"}] * 4 == [rooms()[name][1] for name in core_only]
     assert {"codecs"} == rooms()["kvcdn"][1]
+    assert {"core", "economics"} == rooms()["kvcdn.simulation"][1]
     assert {"core", "codecs"} == rooms()["kvcdn.model"][1]
 
 
@@ -112,6 +113,7 @@ def test_imports_point_inwards(package: str, path: Path) -> None:
         "model": "kvcdn.model",
         "access": "kvcdn.access",
         "codecs": "kvcdn.codecs",
+        "economics": "kvcdn.economics",
     }
     may = set(rooms()) if "everything" in allowed else {package, *(names[word] for word in allowed)}
     assert set() == reached - may
@@ -152,6 +154,14 @@ def test_economics_only_computes(path: Path) -> None:
     assert set() == tops & {*NETWORK, "os", "io", "pathlib", "shutil", "tempfile"}
     calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     assert "open" not in {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+
+
+@pytest.mark.parametrize("path", modules("kvcdn.simulation"), ids=lambda path: path.name)
+def test_simulation_only_computes(path: Path) -> None:
+    """The simulation has numpy, and neither a clock nor files nor a network: the same goes in, the same comes out."""
+    tops = {module.split(".")[0] for module in imports("kvcdn.simulation", path)}
+    assert set() == tops - {"kvcdn", "numpy", *sys.stdlib_module_names}
+    assert set() == tops & {*NETWORK, "os", "io", "pathlib", "shutil", "tempfile", "time", "random"}
 
 
 @pytest.mark.parametrize("path", modules("kvcdn.edge"), ids=lambda path: path.name)

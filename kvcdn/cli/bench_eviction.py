@@ -6,20 +6,16 @@ count as equally large. A block is a hit only where all blocks before it in its 
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from kvcdn.cli.eviction_policies import Arc, Chain, Lru, Optimum, Policy, S3Fifo, Sieve
+from kvcdn.cli.trace_file import trace_lines
 from kvcdn.edge.eviction import CHARGE_UNIT_BYTES, Eviction
 from kvcdn.errors import UsageError
-
-MAX_LINE_BYTES = 1 << 20
-"""One request of a trace: some 100,000 blocks."""
 
 MAX_BLOCKS = 20_000_000
 """Blocks of all requests together: what simulates in some minutes, in a few GB of memory."""
@@ -54,15 +50,12 @@ def read_trace(path: Path) -> list[Chain]:
     """The requests of a trace. Raises UsageError where the file is none."""
     requests: list[Chain] = []
     blocks = 0
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(_lines(file, path), 1):
-                requests.append(_chain(line, f"{path}, line {number}"))
-                blocks += len(requests[-1])
-                if blocks > MAX_BLOCKS:
-                    raise UsageError(f"{path} has more than {MAX_BLOCKS:,} blocks", hint="give a shorter trace")
-    except (OSError, EOFError, zlib.error) as error:
-        raise UsageError(f"cannot read the trace {path}: {error}") from None
+    with trace_lines(path) as lines:
+        for number, line in enumerate(lines, 1):
+            requests.append(_chain(line, f"{path}, line {number}"))
+            blocks += len(requests[-1])
+            if blocks > MAX_BLOCKS:
+                raise UsageError(f"{path} has more than {MAX_BLOCKS:,} blocks", hint="give a shorter trace")
     if not blocks:
         raise UsageError(f"{path} holds no request", hint="a trace is JSON lines with hash_ids")
     return requests
@@ -117,20 +110,6 @@ def compare(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         margin = round(hit[EDGE] - hit[best], 4)
         found.append({"capacity": percent, "best_online": best, "edge_ahead": margin, "gap_closed": closed})
     return found
-
-
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
-
-
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        if len(line) > MAX_LINE_BYTES:
-            raise UsageError(
-                f"{path}: a line is longer than {MAX_LINE_BYTES:,} bytes", hint="a trace is JSON lines with hash_ids"
-            )
-        if line.strip():
-            yield line
 
 
 def _chain(line: bytes, where: str) -> Chain:

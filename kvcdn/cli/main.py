@@ -31,6 +31,7 @@ from kvcdn.cli import (
     revoke,
     rotate,
     show,
+    simulate,
     token,
     trust,
     upkeep,
@@ -79,6 +80,7 @@ app.command()(token.token)
 app.command()(demo.demo)
 app.command()(economics.economics)
 app.add_typer(journal.app, name="journal")
+app.command()(simulate.simulate)
 app.add_typer(trust.app, name="trust")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
