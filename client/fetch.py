@@ -99,6 +99,7 @@ class PrefixFetch:
         self._mendable = mendable
         self.beside = beside
         self._changed = threading.Condition()
+        self._settled = threading.Event()
         self._error: KvcdnError | None = None
         self._closed = False
         self._specs = specs = model.layout.layers
@@ -224,6 +225,10 @@ class PrefixFetch:
                     self._watch()
         if self._error is not None:
             raise self._error
+
+    def wait_until_settled(self, seconds: float) -> None:
+        """Returns when everything is there, something went wrong, or after so long: nothing in between wakes the caller."""
+        self._settled.wait(seconds)
 
     def pause(self) -> None:
         """Returns when something has changed, or after a tick."""
@@ -352,6 +357,8 @@ class PrefixFetch:
                 self._note_arrival(one)
                 if one.arrived:
                     self.seconds = time.perf_counter() - self.started
+                    if self.complete:
+                        self._settled.set()
                 elif not one.stopped:
                     self._queue(one)
                 self._changed.notify_all()
@@ -379,4 +386,5 @@ class PrefixFetch:
             one.stop()
         with self._changed:
             self._error = self._error or error
+            self._settled.set()
             self._changed.notify_all()

@@ -101,6 +101,7 @@ class Race:
         self._decided = -math.inf
         self._ended: float | None = None
         self._dropped = False
+        self._closed = False
         self.stopped: Callable[[], bool] = lambda: False
         self._start()
 
@@ -220,23 +221,31 @@ class Race:
 
     def run(self, *, stream: bool) -> bool:
         """Returns when as much of the prefix is there as will be: True, or, with `stream`, when the model had better start."""
+        decision = self._decide()
         while True:
             self._heed()
-            decision = self._decide()
+            settled = self._settled
+            if settled or decision.mode is Mode.BOTH or time.perf_counter() - self._decided >= TICK_SECONDS:
+                decision = self._decide()
             fetch = self.fetch
             if fetch is None or decision.mode is Mode.COMPUTE or fetch.complete:
                 break
             if decision.mode is Mode.BOTH:
                 self._compute_next(self._fetch_beside(fetch), decision.expected)
                 continue
-            if fetch.error is not None:
+            if settled:
                 break
             fetch.widen()
             if stream and fetch.overlap_pays():
                 return False
-            fetch.pause()
+            fetch.wait_until_settled(TICK_SECONDS)
         self._finish()
         return True
+
+    @property
+    def _settled(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.fetch is None or self.fetch.complete or self.fetch.error is not None
 
     def _heed(self) -> None:
         """Raises StoppedError once `stopped` says so."""
@@ -368,12 +377,14 @@ class Race:
     def drop(self) -> None:
         """What has come is not used, after `run`."""
         self._dropped = True
+        self.history.computed_blocks = self.history.fetched_blocks = 0
 
     def close(self) -> None:
         """Stops what is on its way, and remembers what was measured. May be called twice."""
         fetch, history = self.fetch, self.history
-        if fetch is None:
+        if fetch is None or self._closed:
             return
+        self._closed = True
         fetch.close()
         history.computed_blocks = len(self.computed)
         history.fetched_blocks = self.blocks_usable - history.computed_blocks

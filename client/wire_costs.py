@@ -17,6 +17,9 @@ USUAL_RATIO = 0.7
 USUAL_DECODING = 200e6
 """Stored bytes a second that one thread verifies, decrypts and decodes, before it was measured here."""
 
+_SAVE_SECONDS = 10.0
+"""Least time between two writes to disk."""
+
 _LEAST_BYTES = 1 << 20
 """Less says more of overhead than of speed."""
 
@@ -62,7 +65,7 @@ class WireCosts:
         if decoding is None or not raw:
             return
         ratio = sum(header.size for header in headers) / raw
-        Remembered("wire-costs").put(self._key, {"ratio": round(ratio, 4), "decoding": round(decoding)})
+        Remembered("wire-costs").put(self._key, {"ratio": round(ratio, 4), "decoding": round(decoding)}, every_s=_SAVE_SECONDS)
 
 
 def _sensible(value: Any, least: float, most: float) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,15 @@ class Remembered:
         """Everything remembered, oldest first. The values come from a file: check their form."""
         return list(self._load().items())
 
-    def put(self, key: str, value: Any) -> None:
-        """Remembers `value` (JSON) under `key`. Never raises."""
+    def put(self, key: str, value: Any, *, every_s: float = 0.0) -> None:
+        """Remembers `value` (JSON) under `key`. Never raises.
+
+        Not where the key is known and the file was written less than `every_s` seconds ago: that may take as long as a fetch,
+        since file systems write a file to the disk before it replaces another.
+        """
         entries = self._load()
+        if key in entries and 0 <= time.time() - self._written() < every_s:
+            return
         entries.pop(key, None)
         entries[key] = value
         kept = dict(list(entries.items())[-_MAX_ENTRIES:])
@@ -39,6 +46,12 @@ class Remembered:
             with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
                 json.dump(kept, file)
             Path(file.name).replace(self._path)
+
+    def _written(self) -> float:
+        try:
+            return self._path.stat().st_mtime
+        except OSError:
+            return 0.0
 
     def _load(self) -> dict[str, Any]:
         try:
