@@ -9,14 +9,14 @@ from dataclasses import replace
 from transformers.cache_utils import Cache
 
 from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.local import FetchedPrefix, LocalPrefix, can_hold
+from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes, can_hold
 from kvcdn.client.match import PublishedPrefix, find_in_precisions
 from kvcdn.client.plan import NEAR, Aim, Mode, seconds
 from kvcdn.client.race import Race
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.supply import Supply
 from kvcdn.errors import KvcdnError, MismatchError
-from kvcdn.keys import PRECISION_NATIVE, Chain
+from kvcdn.keys import PRECISION_NATIVE, Chain, ModelIdentity
 from kvcdn.model.cache import build_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.speed import prefill_speeds
@@ -40,12 +40,12 @@ class Attempt:
         self._supply = supply = replace(supply, source=supply.source.session())
         self._identity = loaded.identity
         self._fetched: FetchedPrefix | None = None
-        chain = Chain(loaded.identity, supply.namespace, prompt.token_ids)
         self._revoked = supply.gate.revoked.current()
-        self._local = self._find_local(chain, aim)
+        self._local_identity = loaded.identity
+        self._local = self._find_local(aim)
         self._held: LocalPrefix | None = None
-        if self._local is not None and self._local.suffices(chain, prompt.boundaries):
-            self._published = PublishedPrefix(self._local.blocks)
+        if self._local is not None and self._local.suffices(self._chain(self._local_identity), prompt.boundaries):
+            self._published, self._identity = PublishedPrefix(self._local.blocks), self._local_identity
         else:
             self._published = self._match()
             self._prefer_longer()
@@ -67,30 +67,41 @@ class Attempt:
             )
         self._explain_short_match()
 
-    def _find_local(self, chain: Chain, aim: Aim) -> LocalPrefix | None:
-        # What is kept is exact: it is better than any lossy form, and taken by whoever takes exact KV at all.
-        wanted = aim.mode in (None, Mode.FETCH) and PRECISION_NATIVE in self._supply.precisions
-        if self._supply.local is None or not wanted:
+    def _chain(self, identity: ModelIdentity) -> Chain:
+        return Chain(identity, self._supply.namespace, self.prompt.token_ids)
+
+    def _find_local(self, aim: Aim) -> LocalPrefix | None:
+        """The longest prefix that is here in a precision that is accepted; of equally long ones the exact, then the first."""
+        if self._supply.local is None or aim.mode not in (None, Mode.FETCH):
             return None
-        started, trust = time.perf_counter(), self._supply.gate.trust
+        started, best = time.perf_counter(), None
+        for precision in sorted(self._supply.precisions, key=lambda one: one != PRECISION_NATIVE):
+            identity = replace(self._loaded.identity, precision=precision)
+            found = self._look_up(self._supply.local, self._chain(identity))
+            if found is not None and (best is None or found.tokens > best.tokens):
+                best, self._local_identity = found, identity
+        self.report.seconds["local"] = time.perf_counter() - started
+        return best
+
+    def _look_up(self, local: LocalPrefixes, chain: Chain) -> LocalPrefix | None:
         try:
-            found = self._supply.local.find(chain, self.prompt.boundaries, trust, self._loaded.model.device)
+            found = local.find(chain, self.prompt.boundaries, self._supply.gate.trust, self._loaded.model.device)
             if found is not None:
                 self._revoked.require_model(chain.model.tag)
                 for block in found.blocks:
                     self._revoked.require_address(block.address)
-            return found
+                for header in found.headers.values():
+                    header.require_quality(self._supply.max_kl, f"block {header.address}, kept on this host")
         except KvcdnError as error:
             self.report.local_refused = str(error)
             return None
-        finally:
-            self.report.seconds["local"] = time.perf_counter() - started
+        return found
 
     def _prefer_longer(self) -> None:
         """Of what is here and what is published, takes the longer, and what is here for its beginning."""
         if self._local is not None and self._local.tokens >= self._published.tokens:
-            self._published, self._identity = PublishedPrefix(self._local.blocks), self._loaded.identity
-        elif self._identity == self._loaded.identity:
+            self._published, self._identity = PublishedPrefix(self._local.blocks), self._local_identity
+        elif self._identity == self._local_identity:
             self._local, self._held = None, self._local
         else:
             self._local = None
@@ -257,14 +268,12 @@ class Attempt:
         report.plan = race.history.to_json()
 
     def _to_keep(self, race: Race) -> FetchedPrefix | None:
-        """What this host may keep, taken down before the model writes behind it: exact KV, fetched whole."""
-        if self._supply.local is None or race.fetch is None or self._identity.precision != PRECISION_NATIVE:
-            return None
-        if not can_hold(self._identity):
+        """What this host may keep, taken down before the model writes behind it: what is fetched whole."""
+        if self._supply.local is None or race.fetch is None or not can_hold(self._identity):
             return None
         # Where the prompt ends with a block, the model reads its last token itself, and writes over the row.
         blocks = tuple(name for name in self._published.blocks if name.end <= self.length)
-        return FetchedPrefix.of(race.fetch, self._loaded.identity, blocks, self._supply.gate.trust)
+        return FetchedPrefix.of(race.fetch, self._identity, blocks, self._supply.gate.trust)
 
     def keep(self, *, behind: bool = False) -> None:
         """Has what was fetched whole kept for others on this host, `behind` a model that is about to run.

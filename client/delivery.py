@@ -12,7 +12,7 @@ import torch
 from kvcdn.block import BlockHeader, open_header, open_segment
 from kvcdn.client.source import ObjectReader, Source
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
-from kvcdn.errors import CorruptError, QualityError
+from kvcdn.errors import CorruptError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.layout import Layout
 from kvcdn.model.bases import Bases
@@ -154,8 +154,7 @@ class Delivery:
         header = open_header(envelope, what)
         self._order.trust.require(header.publisher, what)
         header.require(self._order.model, self.name, what)
-        if header.certificate is not None and not header.certificate.meets(self._order.max_kl):
-            raise QualityError(f"{what}: {header.certificate}; you accept a mean KL of {self._order.max_kl:g} at most")
+        header.require_quality(self._order.max_kl, what)
         self._keys = ObjectKeys(self.name.content_key, header.salt)
         self._keys.check_commitment(header.commitment, what)
         self.received += header.envelope_bytes

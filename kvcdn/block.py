@@ -18,7 +18,7 @@ from kvcdn.certificate import Certificate, read_certificate
 from kvcdn.codec import CODECS, MAX_EXPANSION_BYTES, Buffer, Encoded, Rows, decode_part, encode_smallest
 from kvcdn.digest import Digest, ModelTag, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
-from kvcdn.errors import CorruptError
+from kvcdn.errors import CorruptError, QualityError
 from kvcdn.fields import Fields
 from kvcdn.keys import PRECISION_NATIVE, PRECISIONS, TRANSFORMED, BlockName, ModelIdentity
 from kvcdn.layout import (
@@ -92,6 +92,11 @@ class BlockHeader:
         checkpoint = model.layout.is_checkpoint(name.index, name.tokens)
         for segment, layer in zip(self.segments, model.layout.layers, strict=True):
             _require_layer(segment, layer, self.tokens, what, checkpoint=checkpoint)
+
+    def require_quality(self, max_kl: float | None, what: str) -> None:
+        """Raises QualityError where the block is lossy by more than a mean divergence of `max_kl` nats."""
+        if self.certificate is not None and not self.certificate.meets(max_kl):
+            raise QualityError(f"{what}: {self.certificate}; you accept a mean KL of {max_kl:g} at most")
 
 
 def open_header(data: Buffer, what: str) -> BlockHeader:

@@ -211,6 +211,34 @@ def test_of_a_longer_prefix_only_the_rest_is_fetched(tmp_path, store, kind):
             assert same_as_stock(published, prepared, leading, blocks)
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_lossy_prefix_is_kept_and_found_by_who_accepts_it(published, store, monkeypatch, precision):
+    """Decoded, under its own names: nobody gets it who wants exact KV, or better, and the exact one is preferred."""
+    monkeypatch.undo()
+    whole = publish_text(Path(published.loaded.model.config._name_or_path), tokens=1300)
+    Publisher(whole.loaded, whole.store, whole.key).publish(whole.token_ids, precision=precision)
+    prompt = Prompt((*whole.token_ids, *QUESTION), (1300,))
+
+    def load(source=None, **options):
+        with whole.client(source, local_store=store, **options) as client:
+            prepared = client.prepare(prompt)
+        rows = [layer.rows(0, 1300) for layer in prepared.cache.layers] if prepared.cache else []
+        return prepared.report, rows
+
+    first, fetched = load(precision=precision)
+    again, mapped = load(StoreSource(MemoryStore()), precision=precision)
+    assert (0, 1300, precision) == (first.tokens_local, again.tokens_local, again.precision)
+    assert all(torch.equal(*pair) for rows in zip(fetched, mapped, strict=True) for pair in zip(*rows, strict=True))
+    assert load(StoreSource(MemoryStore()))[0].tokens_reused == 0
+    refused, _ = load(StoreSource(MemoryStore()), precision=precision, max_kl=0.0)
+    assert (0, True) == (refused.tokens_reused, "mean KL" in refused.local_refused)
+    exact, _ = load(precision=(precision, "native"))
+    assert (precision, 1300) == (exact.precision, exact.tokens_local)
+    load()
+    exact, _ = load(StoreSource(MemoryStore()), precision=(precision, "native"))
+    assert ("native", 1300) == (exact.precision, exact.tokens_local)
+
+
 @pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
 def test_a_model_with_states_is_fetched_each_time(tmp_path, store, kind):
     """A prefix file has no place for states: such models do without the store."""
