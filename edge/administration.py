@@ -1,4 +1,4 @@
-"""Administration: metrics, and the orders that change a cache, for those who are allowed to."""
+"""Administration: metrics, the status, and the orders that change a cache, for those who are allowed to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.purge import PurgeRequest, purge
 from kvcdn.edge.respond import JSON_HEADERS, NO_STORE, RETRY_SECONDS, Note, PlainResponse
+from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.warm import Warming, WarmRequest
 from kvcdn.errors import CorruptError
 
-SCOPES = {"/metrics": Scope.STATS, "/v1/purge": Scope.PURGE, "/v1/warm": Scope.WARM}
+SCOPES = {"/metrics": Scope.STATS, "/v1/status": Scope.STATS, "/v1/purge": Scope.PURGE, "/v1/warm": Scope.WARM}
 """What is answered here, by path, and what a token has to permit for it."""
+
+ROUTES = {"/metrics": "metrics", "/v1/status": "status"}
+"""What is only looked at, as the log calls it."""
 
 
 class Administration:
@@ -32,13 +36,18 @@ class Administration:
         warming: Warming,
         admission: Admission,
         metrics: Metrics,
+        status: Status,
     ) -> None:
         self._fetcher, self._presence, self._cache, self._warming = fetcher, presence, cache, warming
-        self._admission, self._metrics = admission, metrics
+        self._admission, self._metrics, self._status = admission, metrics, status
 
     async def answer(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
-        """Metrics, or what becomes of an order; `note` says which."""
-        return self._show_metrics() if note.route == "metrics" else await self._order(request, note, grant)
+        """Metrics, the status, or what becomes of an order; `note` says which."""
+        if note.route == "metrics":
+            return self._show_metrics()
+        if note.route == "status":
+            return PlainResponse(note, 200, JSON_HEADERS, await self._status.encode())
+        return await self._order(request, note, grant)
 
     def _show_metrics(self) -> PlainResponse:
         headers = {"Content-Type": CONTENT_TYPE, "Cache-Control": NO_STORE}

@@ -104,9 +104,23 @@ class Metrics:
         self.tenant_requests.labels(tenant, str(status)).inc()
         self.tenant_bytes.labels(tenant).inc(size)
 
+    def filled_bytes(self) -> int:
+        """Object bytes filled from origins so far."""
+        return int(sum(_values(self.origin_bytes).values()))
+
+    def fills_by_outcome(self) -> dict[str, int]:
+        """Fills ended so far."""
+        return {labels[0]: int(value) for labels, value in _values(self.fills).items()}
+
     def render(self) -> bytes:
         """The exposition text, of type CONTENT_TYPE."""
         return generate_latest(self.registry)
+
+
+def _values(counter: Counter) -> dict[tuple[str, ...], float]:
+    """The values of `counter` by its labels' values."""
+    samples = [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]
+    return {tuple(sample.labels.values()): sample.value for sample in samples}
 
 
 class _OriginCollector(Collector):
