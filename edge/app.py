@@ -17,8 +17,8 @@ from kvcdn.edge.fetch import Fetcher, Found, Refused
 from kvcdn.edge.handing import Handing
 from kvcdn.edge.match import MatchRequest, MatchResult, match_chain
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
-from kvcdn.edge.peers import LOAD_HEADER, PEER_HEADER, Peers
 from kvcdn.edge.page import PAGE
+from kvcdn.edge.peers import LOAD_HEADER, PEER_HEADER, Peers
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
 from kvcdn.edge.recall import Recall
@@ -181,7 +181,9 @@ class Edge:
         return await self._serve(request, name, result, grant)
 
     async def _serve(self, request: web.BaseRequest, name: ObjectName, found: Found, grant: Grant) -> web.StreamResponse:
-        note = Note("object", name.short, found.outcome, name.key, found.tokens / found.size)
+        # A peer's readers are counted where they ask.
+        tokens = 0 if PEER_HEADER in request.headers else found.tokens
+        note = Note("object", name.short, found.outcome, name.key, tokens / found.size)
         headers = {
             "ETag": f'"{found.etag}"',
             "Cache-Control": IMMUTABLE,

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvcdn.edge.breaker import Breaker
 from kvcdn.edge.latency import Latency
-from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, UnavailableError
+from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, RevokedError, UnavailableError
 from kvcdn.store import BlobInfo, BlobStore
 
 T = TypeVar("T")
@@ -42,6 +42,8 @@ class Origin:
         self._breaker, self._lock = Breaker(), Lock()
         self.latency = {"get": Latency(), "stat": Latency()}
         """Until the head of an answer was here, by what was asked; that there is no such object is an answer."""
+        self.accused = 0
+        """How often something that it sent failed a check."""
 
     @property
     def url(self) -> str:
@@ -61,6 +63,12 @@ class Origin:
     def health(self) -> Health:
         with self._lock:
             return Health(self._breaker.open, self._breaker.failures, self._breaker.rest(self._clock()))
+
+    def accuse(self, failure: KvcdnError) -> None:
+        """Counts it, if `failure` says that what came from here is not what it should be."""
+        if isinstance(failure, IntegrityError) and not isinstance(failure, RevokedError):
+            with self._lock:
+                self.accused += 1
 
     def stat(self, key: str) -> BlobInfo | None:
         """As a store's. Raises UnavailableError, at once while the origin rests."""

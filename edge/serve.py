@@ -26,6 +26,7 @@ from kvcdn.edge.access import AccessLogger, access_log
 from kvcdn.edge.administration import Administration
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.app import Edge
+from kvcdn.edge.collectors import CacheCollector, OriginCollector, TrafficCollector
 from kvcdn.edge.fetch import Fetcher
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.logs import ROOT, logging_to_stderr
@@ -193,21 +194,22 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
     origins = Origins(stores)
     cache = DiskCache(settings.cache_dir, settings.capacity)
     try:
-        metrics.watch(cache)
-        metrics.watch_origins(origins)
         admission = Admission(settings)
+        by_place = {str(place): origin for place, origin in enumerate(origins.each)}
+        metrics.watch(CacheCollector(cache), OriginCollector("origin", by_place), TrafficCollector(traffic, admission.name_of))
         kept = KeptLists(cache.folder / "revocations")
         revoked = Revoked(trust, kept.load(trust) if trust else None)
         peers = site(settings)
+        others = [] if peers is None else [peer.origin for peer in peers.each]
         if peers is not None:
-            metrics.watch_peers(peers)
+            metrics.watch(OriginCollector("peer", {peer.url: peer for peer in others}))
             peers.use_token(admission.guard.peer_token)
         fetcher = Fetcher(origins, cache, revoked, metrics, peers)
         recall = Recall(revoked, cache, fetcher)
         warming = Warming(fetcher, cache)
         alone = settings.admin_address is None
         presence = Presence(origins, cache, metrics, peers)
-        status = Status(traffic, cache, origins, metrics, admission)
+        status = Status(traffic, cache, origins.each, others, metrics, admission)
         administration = Administration(fetcher, presence, cache, warming, admission, metrics, status)
         log_answers = AccessLogger.maker(metrics, traffic)
         edge = Edge(fetcher, presence, cache, admission, recall, administration, admin=alone)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvcdn import __version__
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.hot import Heat
 from kvcdn.edge.metrics import Metrics
-from kvcdn.edge.origins import Origin, Origins
+from kvcdn.edge.origins import Origin
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
@@ -36,8 +36,16 @@ _DIGITS = 3
 class Status:
     """Looks at an edge. For the event loop's thread."""
 
-    def __init__(self, traffic: Traffic, cache: DiskCache, origins: Origins, metrics: Metrics, admission: Admission) -> None:
-        self._traffic, self._cache, self._origins = traffic, cache, origins
+    def __init__(
+        self,
+        traffic: Traffic,
+        cache: DiskCache,
+        origins: Sequence[Origin],
+        peers: Sequence[Origin],
+        metrics: Metrics,
+        admission: Admission,
+    ) -> None:
+        self._traffic, self._cache, self._origins, self._peers = traffic, cache, origins, peers
         self._metrics, self._admission = metrics, admission
 
     @contextlib.asynccontextmanager
@@ -70,7 +78,7 @@ class Status:
             "version": __version__,
             "time": round(time.time(), 3),
             "uptime_seconds": round(traffic.seconds, 3),
-            "traffic": {**self._sums(sums), "origin_bytes": filled},
+            "traffic": {**self._sums(sums), "origin_bytes": filled, "peer_bytes": self._metrics.peer_filled_bytes()},
             "saved": {
                 "prefill_tokens": round(sums.tokens, _DIGITS),
                 "prefill_seconds": round(sums.seconds, _DIGITS) if traffic.knows_speeds else None,
@@ -86,7 +94,8 @@ class Status:
                 "evicted": self._cache.evicted,
                 "dropped": {str(harm): count for harm, count in self._cache.dropped.items() if count},
             },
-            "origins": [_origin(origin) for origin in self._origins.each],
+            "origins": [_origin(origin) for origin in self._origins],
+            "peers": [_origin(peer) for peer in self._peers],
             "tenants": self._table("tenant", traffic.by_tenant, str),
             "models": self._table("model", traffic.by_model, self._name_of),
             "hot": {
@@ -126,6 +135,7 @@ def _origin(origin: Origin) -> dict[str, Any]:
         "url": origin.url,
         "up": not health.down,
         "failures": health.failures,
+        "verification_failures": origin.accused,
         "retry_seconds": round(health.rest_seconds, 1) if health.down else None,
         "latency": {operation: asdict(latency.recent()) for operation, latency in origin.latency.items()},
     }

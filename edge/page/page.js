@@ -111,7 +111,8 @@ function tiles({ traffic, saved, history }) {
     ? "for time, set prefill_speeds"
     : `${duration(saved.prefill_seconds)} of prefilling`;
   $("avoided").textContent = bytes(saved.origin_bytes);
-  $("avoided-more").textContent = `${bytes(traffic.origin_bytes)} came from it`;
+  const peers = traffic.peer_bytes ? `, ${bytes(traffic.peer_bytes)} from peers` : "";
+  $("avoided-more").textContent = `${bytes(traffic.origin_bytes)} came from it${peers}`;
 }
 
 // The steps of a ring, filled up in front, so that the time axis always spans the same.
@@ -179,19 +180,23 @@ function disk({ disk: found }) {
   ]);
 }
 
-function origins({ origins: found }) {
-  $("origins").replaceChildren(...found.map((origin) => {
-    const item = element("li"), where = element("div", undefined, "where"), list = element("dl");
-    const down = origin.retry_seconds ? `Down, tried again in ${duration(origin.retry_seconds)}` : "Down, about to be tried";
-    where.append(element("span", origin.url), element("span", origin.up ? "Up" : down, `pill ${origin.up ? "good" : "bad"}`));
-    terms(list, [
-      ["Objects", latency(origin.latency.get)],
-      ["Lookups", latency(origin.latency.stat)],
-      ["Failures in a row", number(origin.failures)],
-    ]);
-    item.append(where, list);
-    return item;
-  }));
+function places({ origins, peers }) {
+  for (const [list, found] of [[$("origins"), origins], [$("peers"), peers]]) list.replaceChildren(...found.map(place));
+  $("peers-title").hidden = !peers.length;
+}
+
+function place(origin) {
+  const item = element("li"), where = element("div", undefined, "where"), list = element("dl");
+  const down = origin.retry_seconds ? `Down, tried again in ${duration(origin.retry_seconds)}` : "Down, about to be tried";
+  where.append(element("span", origin.url), element("span", origin.up ? "Up" : down, `pill ${origin.up ? "good" : "bad"}`));
+  terms(list, [
+    ["Objects", latency(origin.latency.get)],
+    ["Lookups", latency(origin.latency.stat)],
+    ["Failures in a row", number(origin.failures)],
+    ["Failed verification", number(origin.verification_failures)],
+  ]);
+  item.append(where, list);
+  return item;
 }
 
 function hot({ hot: found }) {
@@ -226,7 +231,7 @@ function show(status) {
   latest = status;
   $("entry").hidden = true;
   $("figures").hidden = false;
-  for (const part of [tiles, charts, disk, origins, hot, accounts, fills]) part(status);
+  for (const part of [tiles, charts, disk, places, hot, accounts, fills]) part(status);
   $("version").textContent = `kvcdn ${status.version}, up for ${duration(status.uptime_seconds)}`;
   $("updated").textContent = `at ${new Date(status.time * 1000).toLocaleTimeString()}`;
   state("Live", "good");
