@@ -60,7 +60,9 @@ def test_what_is_documented_is_there_and_the_other_way_round(document: Document,
     table = text.split("## Metrics")[1].split("```")[0]
     documented = {name: set(filter(None, labels.split(","))) for name, labels in DOCUMENTED.findall(table)}
     tag = str(document.model.tag)
-    with edge_in_thread(store, tmp_path / "cache", prefill_speeds={tag: 100.0}, scrub_bytes_per_second="1GB") as edge:
+    site = {"peers": ("http://127.0.0.1:1", "http://127.0.0.1:2"), "self": "http://127.0.0.1:2"}
+    settings = {"prefill_speeds": {tag: 100.0}, "scrub_bytes_per_second": "1GB", **site}
+    with edge_in_thread(store, tmp_path / "cache", **settings) as edge:
         for key in document.objects:
             ask(edge.url, "/" + key)
         settle(edge.url)
