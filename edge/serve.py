@@ -35,6 +35,7 @@ from kvcdn.edge.origins import Origins
 from kvcdn.edge.peers import Peers
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.recall import Recall
+from kvcdn.edge.requests import on_its_trail
 from kvcdn.edge.respond import FileResponse
 from kvcdn.edge.revocations import KeptLists, Revoked, Watch
 from kvcdn.edge.scrub import Scrub
@@ -273,7 +274,7 @@ def _server(
     settings: EdgeSettings, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], log_answers: LoggerMaker
 ) -> web.Server:
     return web.Server(
-        handle,
+        on_its_trail(handle),
         access_log=access_log,
         access_log_class=log_answers,
         logger=log,
