@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: setup demo test test-kinds check peers soak format bench clean
+.PHONY: setup demo test test-kinds check peers page browser soak format bench clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,14 @@ check: setup
 # The edge among other people's programs: nginx (apt-get install nginx-light), curl, and a linter in an environment of its own.
 peers: setup .venv-redbot/bin/redbot
 	$(BIN)/pytest tests/test_edge_peers.py
+
+# The status page in a real browser, which is skipped where there is none.
+page: setup browser
+	$(BIN)/pytest -n0 -rs tests/test_edge_page.py
+
+# Debian's chromium and its driver, where they can be installed; nothing where they cannot.
+browser:
+	command -v chromedriver || { [ "$$(id -u)" = 0 ] && timeout 300 sh -c 'apt-get -q update && apt-get -qy install chromium chromium-driver'; } || true
 
 # Ten minutes of mixed load on an edge that is killed again and again, before an origin that fails: make soak SOAK_SECONDS=600.
 SOAK_SECONDS ?= 600

@@ -14,6 +14,7 @@ from kvcdn.client.match import PublishedPrefix, find_in_precisions
 from kvcdn.client.plan import NEAR, Aim, Mode, seconds
 from kvcdn.client.race import Race
 from kvcdn.client.report import MissReason, Report
+from kvcdn.client.spans import traceparent
 from kvcdn.client.supply import Supply
 from kvcdn.errors import KvcdnError, MismatchError
 from kvcdn.keys import PRECISION_NATIVE, Chain, ModelIdentity
@@ -21,6 +22,7 @@ from kvcdn.model.cache import build_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.speed import prefill_speeds
 from kvcdn.model.tokens import Prompt
+from kvcdn.trail import Trail, current, following
 
 
 class Attempt:
@@ -36,8 +38,11 @@ class Attempt:
         self.report = report
         self._loaded = loaded
         self._aim = aim
-        # One budget of time and retries for the prompt, whatever it asks for.
-        self._supply = supply = replace(supply, source=supply.source.session())
+        trail = current() or Trail.of(None, traceparent())
+        report.request_id = trail.request_id
+        with following(trail):
+            # One budget of time and retries for the prompt, whatever it asks for.
+            self._supply = supply = replace(supply, source=supply.source.session())
         self._identity = loaded.identity
         self._fetched: FetchedPrefix | None = None
         self._revoked = supply.gate.revoked.current()

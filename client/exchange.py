@@ -40,7 +40,7 @@ class Exchange:
         self.pool = pool
         self._patience = patience
         self._method, self._what = method, path
-        self._request = pool.request(method, path, body, headers)
+        self._request = pool.request(method, path, body, {**patience.budget.trail.headers, **headers})
         self._response: http.client.HTTPResponse | None = None
         self._left: int | None = None
         self.looked: float | None = None

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol, Self
 
 from kvcdn.errors import UnavailableError
+from kvcdn.trail import Trail, current
 
 SICK_SECONDS = 20.0
 """The total delay that failing, stalling or dripping edges may add to one prompt."""
@@ -63,6 +64,8 @@ class Budget:
         self._requests, self._retries = 0, 0
         self.failing_since: float | None = None
         """When requests began to fail, if nothing has come since."""
+        self.trail = current() or Trail.of(None)
+        """Under which edges log what is asked of them for it."""
         self._lock = threading.Lock()
 
     def sick_left(self) -> float:

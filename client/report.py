@@ -79,7 +79,8 @@ class Report:
     behind those tokens, as last measured, less the time spent on having them; None where that speed is not known yet.
     `audit` says which block was recomputed, and what came of it, where one was. `tokens_local` of the reused were mapped from
     this host's local store; `local_refused` says why that could not be looked at. `tokens_kept` of them were in memory already,
-    in a `Prefix` or from earlier turns of a `Conversation`.
+    in a `Prefix` or from earlier turns of a `Conversation`. `request_id` is what edges log of
+    everything they were asked for it.
     """
 
     source: str
@@ -99,6 +100,7 @@ class Report:
     tokens_local: int = 0
     local_refused: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
+    request_id: str = ""
 
     def miss(self, error: KvcdnError) -> None:
         """Records why reuse ended where it did."""

@@ -11,6 +11,7 @@ from aiohttp.abc import AbstractAccessLogger
 from kvcdn.edge.admission import TENANT
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.respond import Note
+from kvcdn.edge.traffic import Traffic
 
 _UNREAD = Note("unreadable")
 
@@ -20,14 +21,14 @@ access_log = logging.getLogger("kvcdn.edge.access")
 class AccessLogger(AbstractAccessLogger):
     """Sees every finished response. One is made per connection."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, traffic: Traffic) -> None:
         super().__init__(access_log, "")
-        self._metrics = metrics
+        self._metrics, self._traffic = metrics, traffic
 
     @classmethod
-    def maker(cls, metrics: Metrics) -> Callable[[logging.Logger, str], AccessLogger]:
+    def maker(cls, metrics: Metrics, traffic: Traffic) -> Callable[[logging.Logger, str], AccessLogger]:
         """What aiohttp calls for a logger, in place of the class."""
-        return lambda _logger, _format: cls(metrics)
+        return lambda _logger, _format: cls(metrics, traffic)
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         # Answers that are not ours are aiohttp's, to what is not HTTP.
@@ -36,6 +37,7 @@ class AccessLogger(AbstractAccessLogger):
         tenant = request.get(TENANT, "")
         self._metrics.observe(note.route, response.status, note.cache, size, time)
         self._metrics.observe_tenant(tenant, response.status, size)
+        self._traffic.count(note, response.status, size, tenant)
         if access_log.isEnabledFor(logging.INFO):
             line = {
                 "method": request.method,

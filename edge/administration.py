@@ -1,4 +1,4 @@
-"""Administration: metrics, and the orders that change a cache, for those who are allowed to."""
+"""Administration: metrics, the status, and the orders that change a cache, for those who are allowed to."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvcdn.edge.pins import Pin, UnpinRequest
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.purge import PurgeRequest, purge
 from kvcdn.edge.respond import JSON_HEADERS, NO_STORE, RETRY_SECONDS, Note, PlainResponse
+from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.warm import Warming, WarmRequest
 from kvcdn.errors import CorruptError
@@ -25,12 +26,13 @@ SCOPES = {
     "/metrics": Scope.STATS,
     "/v1/pins": Scope.WARM,
     "/v1/purge": Scope.PURGE,
+    "/v1/status": Scope.STATS,
     "/v1/unpin": Scope.WARM,
     "/v1/warm": Scope.WARM,
 }
 """What is answered here, by path, and what a token has to permit for it."""
 
-SHOWN = ("/metrics", "/v1/pins")
+SHOWN = ("/metrics", "/v1/pins", "/v1/status")
 """What is only looked at."""
 
 
@@ -45,15 +47,18 @@ class Administration:
         warming: Warming,
         admission: Admission,
         metrics: Metrics,
+        status: Status,
     ) -> None:
         self._fetcher, self._presence, self._cache, self._warming = fetcher, presence, cache, warming
-        self._admission, self._metrics, self._pins = admission, metrics, warming.pins
+        self._admission, self._metrics, self._status, self._pins = admission, metrics, status, warming.pins
 
     async def answer(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
-        """Metrics, or what becomes of an order; `note` says which."""
+        """Metrics, the status, or what becomes of an order; `note` says which."""
         match note.route:
             case "metrics":
                 return self._show_metrics()
+            case "status":
+                return PlainResponse(note, 200, JSON_HEADERS, await self._status.encode())
             case "pins":
                 shown = self._pins.encode(lambda key: self._covers(grant, key))
                 return PlainResponse(note, 200, JSON_HEADERS, shown)

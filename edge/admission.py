@@ -51,6 +51,10 @@ class Admission:
         """Whether `grant` is for the model `tag`."""
         return grant.covers_model(tag, *self._names.get(str(tag), ()))
 
+    def name_of(self, tag: str) -> str:
+        """What the settings call the model `tag`; the tag itself where they do not."""
+        return next(iter(self._names.get(tag, ())), tag)
+
     def wait(self, grant: Grant) -> Wait | None:
         """Counts a request of `grant`'s tenant, or says why it has to wait."""
         if grant is PEER:

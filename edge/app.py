@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 from aiohttp import web
@@ -16,6 +17,7 @@ from kvcdn.edge.fetch import Fetcher, Found, Refused
 from kvcdn.edge.handing import Handing
 from kvcdn.edge.match import MatchRequest, MatchResult, match_chain
 from kvcdn.edge.outcome import BrokenFillError, CacheOutcome, Reason, cache_status
+from kvcdn.edge.page import PAGE
 from kvcdn.edge.peers import LOAD_HEADER, PEER_HEADER, Peers
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
@@ -37,6 +39,9 @@ from kvcdn.errors import CorruptError, UnavailableError, UntrustedError
 
 SMALL_BYTES = 64 * 1024
 """Bodies up to this are read and sent with their headers in one go: cheaper than a sendfile of their own."""
+
+_HERE = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+"""What a Host field says that no other machine's name can."""
 
 
 class Edge:
@@ -97,9 +102,9 @@ class Edge:
 
     async def handle_admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Any request at all, where administration is."""
-        health = self._health(request)
-        if health is not None:
-            return health
+        open_to_all = self._health(request) or self._page(request)
+        if open_to_all is not None:
+            return open_to_all
         try:
             grant = self._grant(request, None)
         except UntrustedError as error:
@@ -110,7 +115,7 @@ class Edge:
             return _nothing()
         path = request.rel_url.raw_path
         methods, note = ("GET", "HEAD") if path in SHOWN else ("POST",), Note(path.rpartition("/")[2])
-        refusal = self._forbids(scope, grant) or self._only(methods, request, note)
+        refusal = self._forbids(scope, grant) or self._hides(request, note) or self._only(methods, request, note)
         return refusal or await self._administration.answer(request, note, grant)
 
     def _forbids(self, scope: Scope, grant: Grant) -> PlainResponse | None:
@@ -121,6 +126,22 @@ class Edge:
             message = f"to {scope}, use a token or the address of administration: set token_file, issuers_file or admin_listen"
             return PlainResponse.line(Note("denied"), 403, message, {})
         return None
+
+    def _hides(self, request: web.BaseRequest, note: Note) -> PlainResponse | None:
+        """What tenants do is for this machine where nobody is asked who they are.
+
+        A name that leads to loopback may be a hostile page's that a browser here has open, or a proxy's before it.
+        """
+        if note.route != "status" or not self._admission.guard.is_open or _HERE.fullmatch(request.headers.get("Host", "")):
+            return None
+        message = "without tokens the status is for this machine: ask for it as localhost or 127.0.0.1, or set issuers_file"
+        return PlainResponse.line(Note("denied"), 403, message, {})
+
+    def _page(self, request: web.BaseRequest) -> PlainResponse | None:
+        """A file of the status page, which has no figures in it, so that anybody may see it; None for other requests."""
+        file = PAGE.get(request.rel_url.raw_path)
+        note = Note("page")
+        return None if file is None else self._only(("GET", "HEAD"), request, note) or file.answer(request, note)
 
     def _grant(self, request: web.BaseRequest, object_path: str | None) -> Grant:
         """What `request` may do. Raises UntrustedError."""
@@ -157,7 +178,9 @@ class Edge:
         return await self._serve(request, name, result, grant)
 
     async def _serve(self, request: web.BaseRequest, name: ObjectName, found: Found, grant: Grant) -> web.StreamResponse:
-        note = Note("object", name.short, found.outcome)
+        # A peer's readers are counted where they ask.
+        tokens = 0 if PEER_HEADER in request.headers else found.tokens
+        note = Note("object", name.short, found.outcome, name.key, tokens / found.size)
         headers = {
             "ETag": f'"{found.etag}"',
             "Cache-Control": IMMUTABLE,
@@ -249,9 +272,11 @@ class Edge:
             result = await match_chain(self._recall.revoked.lead(asked.keys), self._presence)
         except UnavailableError as error:
             return PlainResponse.line(note, 504, str(error), {})
-        self._cache.announce(asked.keys[: len(result.sizes)])
         detail = {} if result.complete else {"Cache-Status": cache_status(CacheOutcome.HIT, Reason.ORIGIN_UNAVAILABLE)}
-        note = Note("match", f"{len(result.sizes)} of {len(asked.keys)} blocks")
+        matched = len(result.sizes)
+        last = asked.keys[matched - 1] if matched else ""
+        note = Note("match", f"{matched} of {len(asked.keys)} blocks", key=last, blocks=matched)
+        self._cache.announce(asked.keys[:matched])
         return PlainResponse(note, 200, {**JSON_HEADERS, **detail}, result.encode())
 
 

@@ -80,6 +80,7 @@ class Arrival:
                     close_pieces(pieces)
                     raise
             except KvcdnError as error:
+                origin.accuse(error)
                 failure = graver(failure, error) if origin.authority else failure
                 continue
             return cls(name, sources, origin, head, begun(_joined(first, pieces)))
@@ -113,6 +114,7 @@ class Arrival:
     def _resume(self, failure: KvcdnError) -> int:
         """Goes on at the frontier with the next origin that can; the position there. Raises `failure` where none can."""
         self.abandon()
+        self.origin.accuse(failure)
         if isinstance(failure, IntegrityError):
             self._damaged[self.origin] += 1
         place = self._sources.index(self.origin)

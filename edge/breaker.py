@@ -28,6 +28,11 @@ class Breaker:
         self._until = 0.0
 
     @property
+    def failures(self) -> int:
+        """How often in a row the origin did not do its part."""
+        return self._failures
+
+    @property
     def open(self) -> bool:
         """Whether the origin counts as down."""
         return self._failures >= FAILURES

@@ -22,7 +22,7 @@ from kvcdn.edge.arrival import FILL_SECONDS, Arrival
 from kvcdn.edge.fill import Fill
 from kvcdn.edge.fill_lock import FillState
 from kvcdn.edge.guests import CAPACITY_SHARE, Guests
-from kvcdn.edge.inspection import inspect_head
+from kvcdn.edge.inspection import ObjectHead, inspect_head
 from kvcdn.edge.lodging import Lodging, Lodgings
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
@@ -72,6 +72,8 @@ class Found:
     age: int
     """Whole seconds since the edge stored it."""
     outcome: CacheOutcome
+    tokens: int = 0
+    """Tokens whose KV it holds."""
     fill: Fill | None = None
     """The fill that writes `file` while it is read: nothing behind what it has reached is the object's."""
 
@@ -150,11 +152,11 @@ class Fetcher:
         opened = self._cache.open(name.key)
         if opened is not None and (etag := opened.entry.etag or await self._confirm(name, opened)) is not None:
             age = max(0, int(time.time() - opened.entry.stored_at))
-            return Found(opened.file, opened.entry.size, etag, age, CacheOutcome.HIT)
+            return Found(opened.file, opened.entry.size, etag, age, CacheOutcome.HIT, opened.entry.tokens)
         guest = None if self._cache.is_pinned(name.key) else self._guests.get(name.key)
         if guest is not None:
             fill, spool, age = guest
-            return Found(spool.open(), fill.size, fill.etag, age, CacheOutcome.COLLAPSED, fill)
+            return Found(spool.open(), fill.size, fill.etag, age, CacheOutcome.COLLAPSED, fill.tokens, fill)
         refusal = self._refusals.get(name.key)
         if refusal is not None:
             return Refused(refusal, CacheOutcome.REMEMBERED)
@@ -179,8 +181,8 @@ class Fetcher:
             harm = Harm.of(error)
             self._cache.drop(name.key, opened.entry, harm, str(error))
             return None
-        opened.entry.etag = head
-        return head
+        opened.entry.etag, opened.entry.tokens = head.etag, head.tokens
+        return head.etag
 
     async def _fill_or_follow(self, name: ObjectName, *, direct: bool) -> Found | Refused:
         refusal = Refusal(Reason.BUSY, f"{name}: {JOINS} fills came to nothing")
@@ -195,7 +197,7 @@ class Fetcher:
             state = await fill.opened()
             if state in (FillState.WRITING, FillState.DONE) and fill.spool is not None:
                 outcome = CacheOutcome.COLLAPSED if not leading else CacheOutcome.MISS if fill.stored else CacheOutcome.PASSED
-                return Found(fill.spool.open(), fill.size, fill.etag, 0, outcome, fill)
+                return Found(fill.spool.open(), fill.size, fill.etag, 0, outcome, fill.tokens, fill)
             refusal = fill.refusal_for(state)
             if state not in (FillState.WRITER_GONE, FillState.TOO_OLD):
                 break
@@ -265,7 +267,7 @@ class Fetcher:
 
     async def _receive(self, fill: Fill, limit: asyncio.Timeout) -> None:
         arrival = await in_thread(Arrival.begin, self._sources(fill), fill.name, self._revoked.trust, self._count)
-        fill.publisher = arrival.head.publisher
+        fill.publisher, fill.tokens = arrival.head.publisher, arrival.head.tokens
         limit.reschedule(asyncio.get_running_loop().time() + arrival.deadline - time.monotonic() + HANG_SECONDS)
         try:
             # Whoever had to ask the origin keeps what it got, as no peer gave it.
@@ -354,8 +356,8 @@ def _told(fill: Fill) -> Callable[[int], None]:
     return tell
 
 
-def _check_file(name: ObjectName, opened: OpenEntry, trust: TrustList | None) -> str:
+def _check_file(name: ObjectName, opened: OpenEntry, trust: TrustList | None) -> ObjectHead:
     head = inspect_head(name, os.pread(opened.file.fileno(), MAX_ENVELOPE_BYTES, 0), trust)
     if head.size != opened.entry.size:
         raise CorruptError(f"{name}: the file has {opened.entry.size} bytes, its header says {head.size}")
-    return head.etag
+    return head

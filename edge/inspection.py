@@ -41,6 +41,8 @@ class ObjectHead:
     etag: str
     body: BodyCheck
     publisher: PublicKey | None
+    tokens: int = 0
+    """Tokens whose KV it holds."""
 
 
 class _ManifestBody:
@@ -88,7 +90,7 @@ def inspect_head(name: ObjectName, head: bytes, trust: TrustList | None) -> Obje
     if name.kind is Kind.BLOCK:
         header = open_header(head, what)
         _check_names(name, header.address, header.model, header.publisher, trust)
-        return ObjectHead(header.size, str(header.etag), SegmentVerifier(header), header.publisher)
+        return ObjectHead(header.size, str(header.etag), SegmentVerifier(header), header.publisher, header.tokens)
     size = envelope_size(head, MANIFEST_MAGIC, what)
     manifest = open_manifest(head[:size], what)
     _check_names(name, manifest.address, manifest.tag, manifest.publisher, trust)

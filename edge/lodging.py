@@ -49,7 +49,7 @@ class Lodgings:
         if not kept:
             self.give_back(lodging)
         elif lodging.room is not None:
-            self._cache.commit(lodging.room, fill.etag)
+            self._cache.commit(lodging.room, fill.etag, fill.tokens)
         elif lodging.guest:
             self._guests.hold(fill)
 

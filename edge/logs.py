@@ -12,6 +12,8 @@ from logging.handlers import QueueHandler, QueueListener
 
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvcdn.trail import current
+
 QUEUED_LINES = 10_000
 """Lines that wait for standard error; what exceeds them is dropped and counted."""
 
@@ -19,7 +21,7 @@ ROOT = "kvcdn"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record: time, level, logger, event, and the fields given with it."""
+    """One JSON object a record: time, level, logger, event, the request it was for, and the fields given with it."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -28,6 +30,9 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
+        request_id = getattr(record, "request_id", None)
+        if request_id is not None:
+            line["request_id"] = request_id
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
@@ -45,6 +50,9 @@ class _BoundedHandler(QueueHandler):
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
+        # The listener's thread runs for nobody.
+        trail = current()
+        record.request_id = None if trail is None else trail.request_id
         try:
             self.queue.put_nowait(record)
         except queue.Full:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from kvcdn.edge.origins import Origins
-from kvcdn.edge.peers import Peers
-from kvcdn.edge.pins import Pins
-from kvcdn.edge.storage import DiskCache, Harm
+from kvcdn.edge.traffic import MAX_TENANTS, OTHER
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 """From a hit on loopback to a fill over a slow link."""
-
-
-MAX_TENANTS_SHOWN = 200
-"""Time series are not free: what further tenants do is counted together, as `other`."""
 
 
 class Metrics:
@@ -65,21 +57,10 @@ class Metrics:
         )
         self.scrubbed_bytes = Counter("kvcdn_edge_scrubbed_bytes", "Bytes read again.", registry=self.registry)
 
-    def watch(self, cache: DiskCache) -> None:
-        """Shows the state of `cache` besides."""
-        self.registry.register(_CacheCollector(cache))
-
-    def watch_origins(self, origins: Origins) -> None:
-        """Shows which of `origins` count as down."""
-        self.registry.register(_OriginCollector(origins))
-
-    def watch_peers(self, peers: Peers) -> None:
-        """Shows which of `peers` count as down."""
-        self.registry.register(_PeerCollector(peers))
-
-    def watch_pins(self, pins: Pins) -> None:
-        """Shows how much is pinned."""
-        self.registry.register(_PinCollector(pins))
+    def watch(self, *collectors: Collector) -> None:
+        """Shows what `collectors` find besides."""
+        for collector in collectors:
+            self.registry.register(collector)
 
     def observe(self, route: str, status: int, cache: str, size: int, seconds: float) -> None:
         """Counts one answered request."""
@@ -102,67 +83,32 @@ class Metrics:
         if not tenant:
             return
         if tenant not in self._tenants:
-            if len(self._tenants) >= MAX_TENANTS_SHOWN:
-                tenant = "other"
+            # Time series are not free: what further tenants do is counted together.
+            if len(self._tenants) >= MAX_TENANTS:
+                tenant = OTHER
             else:
                 self._tenants.add(tenant)
         self.tenant_requests.labels(tenant, str(status)).inc()
         self.tenant_bytes.labels(tenant).inc(size)
+
+    def filled_bytes(self) -> int:
+        """Object bytes filled from origins so far."""
+        return int(sum(_values(self.origin_bytes).values()))
+
+    def peer_filled_bytes(self) -> int:
+        """Object bytes filled from peers so far."""
+        return int(sum(_values(self.peer_bytes).values()))
+
+    def fills_by_outcome(self) -> dict[str, int]:
+        """Fills ended so far."""
+        return {labels[0]: int(value) for labels, value in _values(self.fills).items()}
 
     def render(self) -> bytes:
         """The exposition text, of type CONTENT_TYPE."""
         return generate_latest(self.registry)
 
 
-class _OriginCollector(Collector):
-    def __init__(self, origins: Origins) -> None:
-        self._origins = origins
-
-    def collect(self) -> list[GaugeMetricFamily]:
-        family = GaugeMetricFamily("kvcdn_edge_origin_up", "0 while an origin rests, because it is down.", labels=["origin"])
-        for place, origin in enumerate(self._origins.each):
-            family.add_metric([str(place)], float(not origin.down))
-        return [family]
-
-
-class _PeerCollector(Collector):
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-
-    def collect(self) -> list[GaugeMetricFamily]:
-        family = GaugeMetricFamily("kvcdn_edge_peer_up", "0 while a peer rests, because it is down.", labels=["peer"])
-        for peer in self._peers.each:
-            family.add_metric([peer.origin.url], float(not peer.origin.down))
-        return [family]
-
-
-class _PinCollector(Collector):
-    def __init__(self, pins: Pins) -> None:
-        self._pins = pins
-
-    def collect(self) -> list[GaugeMetricFamily]:
-        return [
-            GaugeMetricFamily("kvcdn_edge_pinned_documents", "Documents that are pinned.", value=len(self._pins)),
-            GaugeMetricFamily("kvcdn_edge_pinned_bytes", "Disk that pinned documents take.", value=self._pins.used),
-        ]
-
-
-class _CacheCollector(Collector):
-    def __init__(self, cache: DiskCache) -> None:
-        self._cache = cache
-
-    def _dropped(self) -> CounterMetricFamily:
-        family = CounterMetricFamily("kvcdn_edge_dropped_objects", "Files found harmed and dropped.", labels=["harm"])
-        for harm in Harm:
-            family.add_metric([harm], self._cache.dropped[harm])
-        return family
-
-    def collect(self) -> list[GaugeMetricFamily | CounterMetricFamily]:
-        return [
-            GaugeMetricFamily("kvcdn_edge_cache_bytes", "Disk taken by complete objects.", value=self._cache.used),
-            GaugeMetricFamily("kvcdn_edge_cache_capacity_bytes", "The hard cap.", value=self._cache.capacity),
-            GaugeMetricFamily("kvcdn_edge_cache_objects", "Objects in the cache.", value=len(self._cache)),
-            self._dropped(),
-            GaugeMetricFamily("kvcdn_edge_quarantine_bytes", "Disk taken by rotten files.", value=self._cache.quarantine.used),
-            CounterMetricFamily("kvcdn_edge_evictions", "Objects evicted.", value=self._cache.evicted),
-        ]
+def _values(counter: Counter) -> dict[tuple[str, ...], float]:
+    """The values of `counter` by its labels' values."""
+    samples = [sample for family in counter.collect() for sample in family.samples if sample.name.endswith("_total")]
+    return {tuple(sample.labels.values()): sample.value for sample in samples}

@@ -10,16 +10,27 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import TypeVar
 
 from kvcdn.edge.breaker import Breaker
-from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, UnavailableError
+from kvcdn.edge.latency import Latency
+from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, RevokedError, UnavailableError
 from kvcdn.store import BlobInfo, BlobStore
 
 T = TypeVar("T")
 
 log = logging.getLogger("kvcdn.edge.origins")
+
+
+@dataclass(frozen=True)
+class Health:
+    """How an origin is: whether it counts as down, failures in a row, and seconds until it is tried again."""
+
+    down: bool
+    failures: int
+    rest_seconds: float
 
 
 class Origin:
@@ -29,6 +40,10 @@ class Origin:
         """`authority`: whether it counts what it says of objects that it does not give; so it is but for peers."""
         self._store, self._clock, self.authority = store, clock, authority
         self._breaker, self._lock = Breaker(), Lock()
+        self.latency = {"get": Latency(), "stat": Latency()}
+        """Until the head of an answer was here, by what was asked; that there is no such object is an answer."""
+        self.accused = 0
+        """How often something that it sent failed a check."""
 
     @property
     def url(self) -> str:
@@ -44,15 +59,26 @@ class Origin:
         with self._lock:
             return self._breaker.rest(self._clock()) > 0
 
+    @property
+    def health(self) -> Health:
+        with self._lock:
+            return Health(self._breaker.open, self._breaker.failures, self._breaker.rest(self._clock()))
+
+    def accuse(self, failure: KvcdnError) -> None:
+        """Counts it, if `failure` says that what came from here is not what it should be."""
+        if isinstance(failure, IntegrityError) and not isinstance(failure, RevokedError):
+            with self._lock:
+                self.accused += 1
+
     def stat(self, key: str) -> BlobInfo | None:
         """As a store's. Raises UnavailableError, at once while the origin rests."""
         self._admit()
-        return self._watched(lambda: self._store.stat(key), told=True)
+        return self._watched(lambda: self._store.stat(key), self.latency["stat"], told=True)
 
     def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
         """The object's pieces from `start`; a generator. Raises, at the call, NotFoundError and UnavailableError."""
         self._admit()
-        return self._pieces(self._watched(lambda: self._store.stream(key, start), told=False))
+        return self._pieces(self._watched(lambda: self._store.stream(key, start), self.latency["get"], told=False))
 
     def _admit(self) -> None:
         with self._lock:
@@ -60,16 +86,19 @@ class Origin:
             if not self._breaker.admit(self._clock()):
                 raise UnavailableError(f"{self.url} is down and will be tried again in {rest:.0f} s")
 
-    def _watched(self, ask: Callable[[], T], *, told: bool) -> T:
+    def _watched(self, ask: Callable[[], T], latency: Latency, *, told: bool) -> T:
         """What `ask` gives; `told` where that is the whole answer."""
+        began = time.monotonic()
         try:
             answer = ask()
         except UnavailableError:
             self._note(good=False)
             raise
         except KvcdnError:
+            latency.add(time.monotonic() - began)
             self._note(good=True)
             raise
+        latency.add(time.monotonic() - began)
         if told:
             self._note(good=True)
         return answer

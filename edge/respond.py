@@ -42,6 +42,12 @@ class Note:
     route: str
     subject: str = ""
     cache: CacheOutcome = CacheOutcome.NONE
+    key: str = ""
+    """Of the object that was found, or of the last block of a prefix that was looked up."""
+    tokens_per_byte: float = 0.0
+    """Tokens that need no prefill for each body byte sent."""
+    blocks: int = 0
+    """Of the prefix."""
 
 
 RETRY_SECONDS = 1

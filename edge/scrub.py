@@ -115,7 +115,7 @@ class Scrub:
             self._metrics.scrubbed_bytes.inc(length)
             position += length
         head.body.finish()
-        entry.etag = head.etag
+        entry.etag, entry.tokens = head.etag, head.tokens
 
     async def _wait(self, length: int) -> None:
         """Waits until `length` bytes more keep the rate."""

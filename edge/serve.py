@@ -26,6 +26,7 @@ from kvcdn.edge.access import AccessLogger, access_log
 from kvcdn.edge.administration import Administration
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.app import Edge
+from kvcdn.edge.collectors import CacheCollector, OriginCollector, PinCollector, TrafficCollector
 from kvcdn.edge.fetch import Fetcher
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.logs import ROOT, logging_to_stderr
@@ -35,11 +36,14 @@ from kvcdn.edge.peers import Peers
 from kvcdn.edge.pins import Pins
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.recall import Recall
+from kvcdn.edge.requests import on_its_trail
 from kvcdn.edge.respond import FileResponse
 from kvcdn.edge.revocations import KeptLists, Revoked, Watch
 from kvcdn.edge.scrub import Scrub
 from kvcdn.edge.settings import ENV_PREFIX, RELOADABLE, EdgeSettings
+from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.traffic import Traffic
 from kvcdn.edge.warm import Warming
 from kvcdn.errors import KvcdnError, UnavailableError, UsageError
 from kvcdn.signing import TrustList
@@ -60,6 +64,9 @@ SOCKET_MODE = 0o660
 log = logging.getLogger("kvcdn.edge")
 
 
+LoggerMaker = Callable[[logging.Logger, str], AccessLogger]
+"""What aiohttp makes its access loggers with."""
+
 ACCOUNTS_SECONDS = 10.0
 """How often it is written down what tenants were sent: what a crash forgives them."""
 
@@ -77,6 +84,7 @@ class ServingEdge:
     _edge: Edge
     _admission: Admission
     _watch: Watch
+    _traffic: Traffic
     _tls: ssl.SSLContext | None
     _peers: Peers | None
 
@@ -92,6 +100,7 @@ class ServingEdge:
         self._watch.trust(trust)
         if self._peers is not None:
             self._peers.use_token(self._admission.guard.peer_token)
+        self._traffic.apply(settings.speeds_by_tag)
         if self._tls is not None and settings.tls_cert and settings.tls_key:
             self._tls.load_cert_chain(settings.tls_cert.expanduser(), settings.tls_key.expanduser())
         logging.getLogger(ROOT).setLevel(settings.log_level.upper())
@@ -182,35 +191,39 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
     """An edge of `settings` before `stores`, which are asked in this order, in the running loop. Raises as `run`."""
     Guard.of(settings)
     trust, tls = trust_list(settings.trust_file), tls_context(settings)
-    metrics = Metrics()
+    metrics, traffic = Metrics(), Traffic()
+    traffic.apply(settings.speeds_by_tag)
     origins = Origins(stores)
     cache = DiskCache(settings.cache_dir, settings.capacity, settings.quarantine)
     try:
-        metrics.watch(cache)
-        metrics.watch_origins(origins)
         admission = Admission(settings)
+        by_place = {str(place): origin for place, origin in enumerate(origins.each)}
+        metrics.watch(CacheCollector(cache), OriginCollector("origin", by_place), TrafficCollector(traffic, admission.name_of))
         kept = KeptLists(cache.folder / "revocations")
         revoked = Revoked(trust, kept.load(trust) if trust else None)
         peers = site(settings)
+        others = [] if peers is None else [peer.origin for peer in peers.each]
         if peers is not None:
-            metrics.watch_peers(peers)
+            metrics.watch(OriginCollector("peer", {peer.url: peer for peer in others}))
             peers.use_token(admission.guard.peer_token)
         fetcher = Fetcher(origins, cache, revoked, metrics, peers)
         recall = Recall(revoked, cache, fetcher)
         pins = Pins(cache)
-        metrics.watch_pins(pins)
+        metrics.watch(PinCollector(pins))
         warming = Warming(fetcher, cache, pins)
         alone = settings.admin_address is None
         presence = Presence(origins, cache, metrics, peers)
-        administration = Administration(fetcher, presence, cache, warming, admission, metrics)
+        status = Status(traffic, cache, origins.each, others, metrics, admission)
+        administration = Administration(fetcher, presence, cache, warming, admission, metrics, status)
+        log_answers = AccessLogger.maker(metrics, traffic)
         edge = Edge(fetcher, presence, cache, admission, recall, administration, admin=alone)
         edge.peers = peers
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(fetcher.stop)
-            url = await stack.enter_async_context(_listening(settings, settings.address, edge.handle, metrics, tls))
+            url = await stack.enter_async_context(_listening(settings, settings.address, edge.handle, log_answers, tls))
             admin_url = url
             if settings.admin_address is not None:
-                listening = _listening(settings, settings.admin_address, edge.handle_admin, metrics, tls)
+                listening = _listening(settings, settings.admin_address, edge.handle_admin, log_answers, tls)
                 admin_url = await stack.enter_async_context(listening)
             await stack.enter_async_context(recall.running())
             await stack.enter_async_context(warming.running())
@@ -218,7 +231,8 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             await stack.enter_async_context(watch.running())
             await stack.enter_async_context(Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second).running())
             await stack.enter_async_context(_keeping_accounts(admission))
-            yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, watch, tls, peers)
+            await stack.enter_async_context(status.running())
+            yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, watch, traffic, tls, peers)
     finally:
         cache.close()
 
@@ -245,11 +259,11 @@ async def _listening(
     settings: EdgeSettings,
     address: ListenAddress,
     handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-    metrics: Metrics,
+    log_answers: LoggerMaker,
     tls: ssl.SSLContext | None,
 ) -> AsyncIterator[str]:
     """Answers at `address` while it lasts; its URL. Running responses are finished before the end."""
-    runner = web.ServerRunner(_server(settings, handle, metrics), shutdown_timeout=settings.shutdown_seconds)
+    runner = web.ServerRunner(_server(settings, handle, log_answers), shutdown_timeout=settings.shutdown_seconds)
     await runner.setup()
     try:
         yield await _listen(address, runner, tls)
@@ -260,12 +274,12 @@ async def _listening(
 
 
 def _server(
-    settings: EdgeSettings, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], metrics: Metrics
+    settings: EdgeSettings, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], log_answers: LoggerMaker
 ) -> web.Server:
     return web.Server(
-        handle,
+        on_its_trail(handle),
         access_log=access_log,
-        access_log_class=AccessLogger.maker(metrics),
+        access_log_class=log_answers,
         logger=log,
         # The one deadline that aiohttp has for headers as well as for idle connections; it restarts with each request only.
         keepalive_timeout=settings.keepalive_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -134,6 +135,10 @@ class EdgeSettings(BaseSettings):
     model_names: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{32}$")]] = Field(
         default_factory=dict, description="Names by which tokens may call models, each with the model's tag."
     )
+    prefill_speeds: dict[str, Annotated[float, Field(gt=0, le=1e9)]] = Field(
+        default_factory=dict,
+        description="Tokens a second at which readers would prefill, by a model's name or tag: what saved time is counted by.",
+    )
     tenant_limits: TenantLimits = Field(
         default_factory=TenantLimits, description="What each tenant may use that `tenants` does not name."
     )
@@ -203,6 +208,18 @@ class EdgeSettings(BaseSettings):
             raise ValueError("peers names an edge twice")
         return self
 
+    @model_validator(mode="after")
+    def _speeds_are_of_models(self) -> Self:
+        for name in self.prefill_speeds:
+            if name not in self.model_names and not re.fullmatch("[0-9a-f]{32}", name):
+                raise ValueError(f"prefill_speeds: {name[:80]!r} is neither a tag nor a name in model_names")
+        return self
+
+    @property
+    def speeds_by_tag(self) -> dict[str, float]:
+        """`prefill_speeds` by the models' tags."""
+        return {self.model_names.get(name, name): speed for name, speed in self.prefill_speeds.items()}
+
     @property
     def address(self) -> ListenAddress:
         return ListenAddress.parse(self.listen)
@@ -223,6 +240,7 @@ RELOADABLE = frozenset(
         "log_level",
         "model_names",
         "peer_token_file",
+        "prefill_speeds",
         "tenant_limits",
         "tenants",
         "tls_cert",

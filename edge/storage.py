@@ -88,6 +88,8 @@ class Entry:
     """Unix time in seconds."""
     etag: str | None
     """None until the envelope was checked in this process."""
+    tokens: int = 0
+    """Tokens whose KV it holds; known when `etag` is."""
 
 
 @dataclass(frozen=True)
@@ -255,11 +257,11 @@ class DiskCache:
         self._forget(victims)
         return Room(name, size, new, self._folder / "staging" / file, self._place(file), self._departed, self._index)
 
-    def commit(self, room: Room, etag: str) -> None:
+    def commit(self, room: Room, etag: str, tokens: int = 0) -> None:
         """Adds the object that now lies, complete, in its room."""
         self._eviction.commit(room.name.key, room.size, time.monotonic())
         old = self._entries.pop(room.name.key, None)
-        self._entries[room.name.key] = Entry(room.id, room.size, time.time(), etag)
+        self._entries[room.name.key] = Entry(room.id, room.size, time.time(), etag, tokens)
         if old is not None:
             self._departed.delete_one(self._path(room.name.key, old))
 

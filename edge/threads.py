@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -13,13 +14,17 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Result or exception of `function`, run in a thread of its own. The caller bounds how many run at once."""
+    """Result or exception of `function`, run in a thread of its own, for whom the caller runs (`trail`).
+
+    The caller bounds how many run at once.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
 
     def work() -> None:
         try:
-            result = function(*args, **kwargs)
+            result = context.run(function, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - every end of the call is the caller's to see
             post(_fail, error)
         else:

@@ -175,7 +175,7 @@ ZEROS = "0" * 64
 @pytest.mark.parametrize(
     "path",
     [
-        "/",
+        "//",
         "/v1",
         f"/v1/{'0' * 32}/blocks/00/{'0' * 63}",
         f"/v1/{'0' * 32}/blocks/01/{ZEROS}",

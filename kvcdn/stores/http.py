@@ -17,7 +17,7 @@ from urllib.request import getproxies, proxy_bypass
 import urllib3
 from urllib3.exceptions import HTTPError, LocationParseError, ProxyError, SSLError
 
-from kvcdn import __version__
+from kvcdn import __version__, trail
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.store import BlobInfo, check_key
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
@@ -173,7 +173,7 @@ class HttpStore:
                 response = self._pool.request(
                     method,
                     f"{self._base}/{key}",
-                    headers={**self._headers, **self._more_headers(), **headers},
+                    headers={**self._headers, **trail.headers(), **self._more_headers(), **headers},
                     preload_content=False,
                     decode_content=False,
                     redirect=False,

@@ -1,0 +1,28 @@
+"""Requests: what surrounds every answer, whatever it is: the trail that it belongs to, and the id that it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from kvcdn.trail import REQUEST_ID, Trail, follow
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def on_its_trail(handle: Handler) -> Handler:
+    """`handle`, run for the trail that a request brings, or a new one.
+
+    Each request has a task of its own, up to its line in the log: nothing of the trail is left for the next.
+    """
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        given = request.headers
+        trail = Trail.of(given.get(REQUEST_ID), given.get("traceparent"), given.get("tracestate"))
+        follow(trail)
+        response = await handle(request)
+        response.headers[REQUEST_ID] = trail.request_id
+        return response
+
+    return answer
