@@ -19,6 +19,7 @@ from kvcdn.model.tokens import encode_chat, encode_text
 from kvcdn.origin.fetching import fetch_document, resolve_public
 from kvcdn.origin.jobs import Job, JobRequest
 from kvcdn.origin.journal import Journal
+from kvcdn.origin.kept import Kept
 from kvcdn.origin.models import Models
 from kvcdn.origin.publish import Publisher, PublishProgress
 from kvcdn.origin.queue import ClaimLostError, JobQueue
@@ -107,6 +108,7 @@ class JobPublisher:
     def __init__(self, settings: ServiceSettings, store: BlobStore, key: SigningKey, trust: TrustList) -> None:
         self._settings, self._store, self._key, self._trust = settings, store, key, trust
         self._journal = Journal(store, key)
+        self._kept, self._last = Kept(), ""
         self._models = Models(settings.model_memory, settings.device)
 
     def publish(self, request: JobRequest, namespace: Namespace, tenant: str, progress: Progress) -> dict[str, Any]:
@@ -115,7 +117,10 @@ class JobPublisher:
         if document is None:
             resolve = resolve_any if self._settings.allow_internal_urls else resolve_public
             document = fetch_document(request.url or "", resolve=resolve, limit=self._settings.max_document)
-        loaded = self._models.get(request.model or self._settings.models[0])
+        model = request.model or self._settings.models[0]
+        if model != self._last:
+            self._kept.drop()  # room for the next model comes first
+        loaded, self._last = self._models.get(model), model
         if request.is_chat:
             prompt = encode_chat(loaded.tokenizer, document.messages(), answer_follows=False, tools=document.tools())
         else:
@@ -123,6 +128,7 @@ class JobPublisher:
         publisher = Publisher(
             loaded, self._store, self._key, namespace=namespace, trust=self._trust, journal=self._journal, tenant=tenant
         )
+        publisher.kept = self._kept
         return publisher.publish(
             prompt.token_ids,
             precision=request.precision,

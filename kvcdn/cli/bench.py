@@ -77,6 +77,10 @@ def publish(
     )
     memory = "" if result["memory_bytes"] is None else f", {size(result['memory_bytes'])} of memory beside the model"
     print_text(f"\nratio {result['ratio']:.3f}; {size(result['raw_bytes'])} of KV{memory}")
+    if result["shared_ratio"] is not None:
+        print_text(
+            f"behind a prompt that is published, a document costs {result['shared_ratio']:.3f} x the passes over its rest"
+        )
 
 
 @app.command()
