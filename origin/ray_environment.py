@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from kvcdn.access.listening import ListenAddress
 from kvcdn.errors import UsageError
-from kvcdn.origin.service_settings import ServiceSettings
+from kvcdn.origin.service_settings import ENV_PREFIX, ServiceSettings
 
 LOOPBACK = "127.0.0.1"
 
@@ -37,8 +37,12 @@ def require_ray(settings: ServiceSettings, environment: Mapping[str, str] = os.e
 
 
 def ray_environment(settings: ServiceSettings, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of the process that uses Ray: this one's, and what keeps a Ray of the service's own to itself."""
-    told = {**environment, "RAY_USAGE_STATS_ENABLED": "0"}
+    """The environment of the process that uses Ray: this one's less the service's settings, some of which are secret.
+
+    With what keeps a Ray of the service's own to itself.
+    """
+    told = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
+    told["RAY_USAGE_STATS_ENABLED"] = "0"
     if settings.ray_address is None:
         told |= {**_STAY_LOCAL, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     return told

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import threading
@@ -55,7 +56,10 @@ STEADY_SECONDS = 60.0
 OBJECT_STORE_BYTES = 80 * 1000**2
 """Ray's least. Only documents pass through it."""
 
-_OF_THE_SERVICE = {"token", "token_file", "tls_cert", "tls_key", "key_file", "trust_file", "queue_file", "ready_file"}
+_OF_THE_SERVICE = {
+    *("token", "token_file", "tls_cert", "tls_key", "ready_file"),
+    *("key_file", "key_passphrase_file", "trust_file", "queue_file"),
+}
 """Settings that no other machine needs to know."""
 
 log = logging.getLogger("kvcdn.origin.ray")
@@ -156,6 +160,8 @@ def main() -> None:
     settings = ServiceSettings.model_validate_json(sys.stdin.readline())
     stop = threading.Event()
     queue, keys = settings.open_queue(), settings.open_keys()
+    for name in [name for name in os.environ if "PASSPHRASE" in name]:
+        del os.environ[name]  # what Ray starts has the rest of it
     _connect(settings)
 
     def end(_number: int, _frame: FrameType | None) -> None:
