@@ -16,6 +16,7 @@ from kvcdn.keys import PRECISION_NATIVE, Namespace, PrefixNames
 from kvcdn.manifest import MAX_BLOCKS
 from kvcdn.model.load import LoadedModel
 from kvcdn.origin.journal import Journal
+from kvcdn.origin.kept import Kept
 from kvcdn.origin.lossy import LossyPublishing
 from kvcdn.origin.run import PublishProgress, PublishResult, Run
 from kvcdn.signing import SigningKey, TrustList
@@ -39,6 +40,7 @@ class Publisher:
         tenant: str = "",
     ) -> None:
         """`journal` is the store's with the same key, where there is one already; `tenant` is for whom it publishes."""
+        self.kept = Kept()  # or that of the publisher before this one, whose documents may begin alike
         self.loaded = loaded
         self._store = store
         self._key = key
@@ -69,7 +71,9 @@ class Publisher:
         check_length(self.loaded, len(token_ids))
 
         def run_for(names: PrefixNames) -> Run:
-            return Run(self.loaded, self._store, self._key, self._trust, names, progress, self._record)
+            made = Run(self.loaded, self._store, self._key, self._trust, names, progress, self._record)
+            made.kept = self.kept
+            return made
 
         def run(chosen: str) -> Run:
             return run_for(self._names(token_ids, chosen))

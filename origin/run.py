@@ -6,6 +6,7 @@ overwritten. Blocks that exist (a shared prefix, an earlier run) are loaded inst
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from kvcdn.basis import BasisName
 from kvcdn.block import BlockHeader, open_header, open_segment, seal_block
 from kvcdn.certificate import Certificate
 from kvcdn.codec import Buffer, Encoded
-from kvcdn.digest import hash_bytes
+from kvcdn.digest import Digest, hash_bytes
 from kvcdn.errors import CorruptError, NotFoundError
 from kvcdn.journal import Published
 from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_key
@@ -27,7 +28,9 @@ from kvcdn.model.bases import Bases
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
 from kvcdn.model.speed import Pass, remember_passes
+from kvcdn.origin.kept import Kept, KeptBlock
 from kvcdn.origin.lease import Lease
+from kvcdn.origin.whole import read_header
 from kvcdn.seal import ObjectKeys
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
@@ -103,6 +106,8 @@ class Run:
         self._started = time.perf_counter()
         self._prefill_seconds = 0.0
         self._passes: list[Pass] = []
+        self.kept = Kept()
+        self._others: set[Digest] = set()
         self._tokens_loaded = 0
         self._tokens_computed = 0
         self._uploaded: list[int] = []
@@ -180,11 +185,13 @@ class Run:
 
     def compute(self, token_ids: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
         """The exact KV of the prefix, [tokens, heads, dim] a tensor of each layer: loaded where it is there, else computed."""
-        prefill = ScheduledPrefill(self.loaded.model, self.names.model.layout, len(token_ids))
-        self._load_existing(prefill)
+        prefill, held = self.kept.prefill(self.loaded, self.names)
+        etags = [entry.etag if entry else None for entry in self._begin(prefill, held, stored=False)]
         for block in prefill.run(token_ids, start=self._tokens_loaded):
             self._count(block)
             self._report()
+            etags.append(None)
+        self.kept.hold([KeptBlock(name.address, etag) for name, etag in zip(self.names.blocks, etags, strict=True)])
         return prefill.rows(len(token_ids))
 
     def after(self, other: Run) -> None:
@@ -194,8 +201,8 @@ class Run:
 
     def _compute_blocks(self, token_ids: Sequence[int]) -> list[BlockEntry]:
         """Brings every block to the origin and returns their entries in order."""
-        prefill = ScheduledPrefill(self.loaded.model, self.names.model.layout, len(token_ids))
-        entries = self._load_existing(prefill)
+        prefill, held = self.kept.prefill(self.loaded, self.names)
+        entries = [entry for entry in self._begin(prefill, held, stored=True) if entry]
         with ThreadPoolExecutor(_UPLOADS_IN_FLIGHT, thread_name_prefix="kvcdn-upload") as pool:
             pending: list[Future[BlockEntry]] = []
             try:
@@ -213,6 +220,8 @@ class Run:
                 for future in pending:
                     future.cancel()
         remember_passes(self.loaded, self._passes)
+        ours = itertools.takewhile(lambda entry: entry.address not in self._others, entries)
+        self.kept.hold([KeptBlock(entry.address, entry.etag) for entry in ours])
         return entries
 
     def _count(self, block: PrefilledBlock) -> None:
@@ -220,18 +229,38 @@ class Run:
         self._passes.append(Pass(block.start, block.end, block.seconds))
         self._tokens_computed += block.end - block.start
 
-    def _load_existing(self, prefill: ScheduledPrefill) -> list[BlockEntry]:
-        """Fills the model's cache from the blocks that lead the chain and exist, so that computing goes on behind them."""
-        missing = next((block.index for block in self.names.blocks if not self.exists(block)), len(self.names.blocks))
-        if missing < len(self.names.blocks):
-            missing = self.names.model.layout.usable_blocks(missing)
-        entries = []
-        for name in self.names.blocks[:missing]:
-            entries.append(self.load_block(name, prefill.restore))
+    def _begin(self, prefill: ScheduledPrefill, held: Sequence[KeptBlock], *, stored: bool) -> list[BlockEntry | None]:
+        """Fills the model's cache with the blocks that lead the chain and need not be computed; computing goes on behind.
+
+        Those that are `held` are there; others are loaded. `stored`: only blocks of the origin count, and each has an entry.
+        """
+        blocks = self.names.blocks
+        for missing, name in enumerate(blocks):
+            if not self.exists(name) and (stored or missing >= len(held)):
+                missing = self.names.model.layout.usable_blocks(missing)  # noqa: PLW2901
+                break
+        else:
+            missing = len(blocks)
+        entries: list[BlockEntry | None] = []
+        for number, name in enumerate(blocks[:missing]):
+            entry = self._entry(name) if number < len(held) else None
+            if number >= len(held) or (entry and entry.etag != held[number].etag):
+                held = held[:number]
+                entry = self.load_block(name, prefill.restore)
+            entries.append(entry)
             self._tokens_loaded = name.end
             self._report()
         prefill.resume(self._tokens_loaded)
         return entries
+
+    def _entry(self, name: BlockName) -> BlockEntry | None:
+        """The entry of a block at the origin, of which only the header is read; None where it is not there."""
+        key = block_key(self.names.model.tag, name.address)
+        info = self._store.stat(key)
+        if info is None:
+            return None
+        header = self._checked(read_header(self._store, key), name, info.size)
+        return BlockEntry(name.address, name.tokens, info.size, header.etag)
 
     def exists(self, name: BlockName) -> bool:
         """Whether the block is there."""
@@ -242,7 +271,7 @@ class Run:
         key = block_key(self.names.model.tag, name.address)
         data = self._store.read(key)
         try:
-            header = self._checked_header(data, name)
+            header = self._checked(open_header(data, f"block {name.address}"), name, len(data))
             keys = ObjectKeys(name.content_key, header.salt)
             keys.check_commitment(header.commitment, f"block {name.address}")
             scratch = bytearray()
@@ -260,13 +289,13 @@ class Run:
             raise CorruptError(f"{error} ({key} at {self._store.url})", hint="remove the object and publish again") from None
         return BlockEntry(name.address, name.tokens, len(data), header.etag)
 
-    def _checked_header(self, data: bytes, name: BlockName) -> BlockHeader:
+    def _checked(self, header: BlockHeader, name: BlockName, size: int) -> BlockHeader:
+        """The header of an object of `size` bytes, which is to be this block of somebody trusted."""
         what = f"block {name.address}"
-        header = open_header(data, what)
         self._trust.require(header.publisher, what)
         header.require(self.names.model, name, what)
-        if header.size != len(data):
-            raise CorruptError(f"{what}: the object has {len(data)} bytes, its header says {header.size}")
+        if header.size != size:
+            raise CorruptError(f"{what}: the object has {size} bytes, its header says {header.size}")
         return header
 
     def write_block(
@@ -283,9 +312,11 @@ class Run:
             self._uploaded.append(size)
             self._report()
             return BlockEntry(name.address, name.tokens, size, hash_bytes(pieces[0]))
-        # Another publisher was faster. Its block is as good as ours if we trust it.
+        # Another publisher was faster. Its block is as good as ours if we trust it, and has other bytes.
+        self._others.add(name.address)
         data = self._store.read(block_key(self.names.model.tag, name.address))
-        return BlockEntry(name.address, name.tokens, len(data), self._checked_header(data, name).etag)
+        header = self._checked(open_header(data, f"block {name.address}"), name, len(data))
+        return BlockEntry(name.address, name.tokens, len(data), header.etag)
 
     def _report(self) -> None:
         done = self._tokens_loaded + self._tokens_computed

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from kvcdn.access.listening import tls_context
 from kvcdn.errors import UnavailableError, UsageError
+from kvcdn.origin.ray_environment import ray_environment, require_ray
 from kvcdn.origin.service import Service, forgetting
 from kvcdn.origin.service_settings import ServiceSettings
 
@@ -39,6 +40,8 @@ def run(settings: ServiceSettings) -> None:
     """
     if settings.workers and importlib.util.find_spec("torch") is None:
         raise UsageError("workers need torch, which is not installed", hint='pip install "kvcdn[origin]", or set workers = 0')
+    if settings.workers and settings.executor == "ray":
+        require_ray(settings)
     asyncio.run(_serve_until_signal(settings))
 
 
@@ -65,7 +68,9 @@ async def serving(settings: ServiceSettings) -> AsyncIterator[str]:
     service = Service(settings, queue, guard)
     runner = web.AppRunner(service.application(), access_log=None, shutdown_timeout=5.0)
     await runner.setup()
-    workers = [asyncio.create_task(_keep_worker(settings)) for _ in range(settings.workers)]
+    on_ray = settings.executor == "ray"
+    programs = ["kvcdn.origin.ray_workers"] * bool(settings.workers) if on_ray else ["kvcdn.origin.worker"] * settings.workers
+    workers = [asyncio.create_task(_keep_worker(settings, program)) for program in programs]
     try:
         async with forgetting(service, queue, settings.keep_days * 86400, time.time):
             try:
@@ -83,13 +88,16 @@ async def serving(settings: ServiceSettings) -> AsyncIterator[str]:
         queue.close()
 
 
-async def _keep_worker(settings: ServiceSettings) -> None:
-    """Runs a worker process, and another when it dies, until cancelled; then it ends in order."""
+async def _keep_worker(settings: ServiceSettings, program: str) -> None:
+    """Runs a process of workers, and another when it dies, until cancelled; then it ends in order."""
     deaths = 0
     while True:
         began = time.monotonic()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "kvcdn.origin.worker", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+            *(sys.executable, "-P", "-m", program),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            env=ray_environment(settings) if settings.executor == "ray" else None,
         )
         try:
             if process.stdin is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
@@ -32,7 +32,7 @@ SOURCES = SettingsSources(service="prefill service", env_prefix=ENV_PREFIX, samp
 
 def _checked_listen(text: str) -> str:
     if ListenAddress.parse(text).socket is not None:
-        raise ValueError("the service listens on HOST:PORT")
+        raise ValueError("this is a HOST:PORT")
     return text
 
 
@@ -65,6 +65,20 @@ class ServiceSettings(BaseSettings):
     )
     workers: int = Field(
         default=1, ge=0, le=64, description="Worker processes, each with models of its own. 0: only the queue."
+    )
+    executor: Literal["processes", "ray"] = Field(
+        default="processes", description="What runs the workers: this machine, or a Ray cluster, of which they are actors."
+    )
+    ray_address: Annotated[str, AfterValidator(_checked_listen)] | None = Field(
+        default=None,
+        description="HOST:PORT of the cluster's head. Without it, a Ray of the service's own on this machine.",
+    )
+    worker_cpus: int = Field(
+        default=1, ge=1, le=1024, description="CPUs of an actor, and the threads that a model's pass takes there."
+    )
+    worker_gpus: float = Field(default=0, ge=0, le=64, description="GPUs of an actor; a half is one shared by two.")
+    insecure_ray: bool = Field(
+        default=False, description="Use a cluster that asks for no token or has no TLS: its network is nobody else's."
     )
     device: str = Field(default="cpu", min_length=1, description="Where models run: cpu, cuda, cuda:1.")
     model_memory: _Bytes = Field(
@@ -115,6 +129,16 @@ class ServiceSettings(BaseSettings):
     def _tls_is_whole(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together")
+        return self
+
+    @model_validator(mode="after")
+    def _cluster_is_whole(self) -> Self:
+        if self.executor != "ray":
+            return self
+        if self.ray_address is not None and self.origin is None:
+            raise ValueError("a Ray cluster needs an origin that all of its machines reach")
+        if self.device.startswith("cuda") and not self.worker_gpus:
+            raise ValueError("actors on cuda need worker_gpus: Ray hides the GPUs of others")
         return self
 
     @property

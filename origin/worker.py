@@ -18,16 +18,13 @@ from types import FrameType
 
 import transformers
 
-from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, UsageError
+from kvcdn.errors import KvcdnError
 from kvcdn.keyring import load_namespace
-from kvcdn.model.tokens import encode_chat, encode_text
-from kvcdn.origin.fetching import fetch_document, resolve_public
+from kvcdn.origin.attempt import JobPublisher, StoppingError, attempt
 from kvcdn.origin.jobs import Job
-from kvcdn.origin.journal import Journal
-from kvcdn.origin.models import Models
-from kvcdn.origin.publish import Publisher, PublishProgress
-from kvcdn.origin.queue import ClaimLostError, JobQueue
-from kvcdn.origin.service_settings import ServiceSettings, resolve_any
+from kvcdn.origin.publish import PublishProgress
+from kvcdn.origin.queue import JobQueue
+from kvcdn.origin.service_settings import ServiceSettings
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
 
@@ -39,20 +36,13 @@ SIGNS_PER_CLAIM = 6
 
 PROGRESS_SECONDS = 0.5
 
-log = logging.getLogger("kvcdn.origin.worker")
-
-
-class StoppingError(KvcdnError):
-    """The worker has to go."""
-
 
 class Worker:
     """Works on jobs until `stop` is set."""
 
     def __init__(self, settings: ServiceSettings, queue: JobQueue, store: BlobStore, key: SigningKey, trust: TrustList) -> None:
-        self._settings, self._queue, self._store, self._key, self._trust = settings, queue, store, key, trust
-        self._journal = Journal(store, key)
-        self._models = Models(settings.model_memory, settings.device)
+        self._settings, self._queue = settings, queue
+        self._publisher = JobPublisher(settings, store, key, trust)
         self.stop = threading.Event()
 
     def run(self) -> None:
@@ -66,43 +56,11 @@ class Worker:
 
     def work(self, job: Job) -> None:
         """Publishes one job, and says what has become of it."""
-        try:
-            with self._alive(job):
-                result = self._publish(job)
-            self._queue.finish(job, result)
-        except ClaimLostError:
-            self._queue.abandon(job)
-        except StoppingError:
-            self._queue.release(job)
-        except (UsageError, NotFoundError, IntegrityError) as error:
-            self._queue.fail(job, str(error), for_good=True)
-        except KvcdnError as error:
-            self._queue.fail(job, str(error), for_good=False)
-        except Exception as error:
-            # Whatever a document does to a model or a tokenizer, the next job has nothing to do with it.
-            log.exception("job %s failed", job.id)
-            self._queue.fail(job, f"{type(error).__name__} while publishing", for_good=False)
+        with self._alive(job):
+            outcome = attempt(job.id, lambda: self._publish(job))
+        outcome.tell(self._queue, job)
 
     def _publish(self, job: Job) -> dict[str, object]:
-        request = job.request
-        document = request.document()
-        if document is None:
-            resolve = resolve_any if self._settings.allow_internal_urls else resolve_public
-            document = fetch_document(request.url or "", resolve=resolve, limit=self._settings.max_document)
-        loaded = self._models.get(request.model or self._settings.models[0])
-        if request.is_chat:
-            prompt = encode_chat(loaded.tokenizer, document.messages(), answer_follows=False, tools=document.tools())
-        else:
-            prompt = encode_text(loaded.tokenizer, document.text)
-        publisher = Publisher(
-            loaded,
-            self._store,
-            self._key,
-            namespace=load_namespace(request.namespace),
-            trust=self._trust,
-            journal=self._journal,
-            tenant=job.tenant,
-        )
         told = 0.0
 
         def progress(done: PublishProgress) -> None:
@@ -114,14 +72,7 @@ class Worker:
                 told = now
                 self._queue.renew(job, {"tokens_done": done.tokens_done, "tokens_total": done.tokens_total})
 
-        return publisher.publish(
-            prompt.token_ids,
-            precision=request.precision,
-            max_kl=request.min_quality,
-            label=request.label,
-            expires=int(time.time()) + request.ttl if request.ttl else None,
-            progress=progress,
-        ).to_json()
+        return self._publisher.publish(job.request, load_namespace(job.request.namespace), job.tenant, progress)
 
     @contextlib.contextmanager
     def _alive(self, job: Job) -> Iterator[None]:

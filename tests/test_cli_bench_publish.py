@@ -14,5 +14,7 @@ def test_both_ways_are_measured(tiny_llama, tmp_path) -> None:
     found = kvcdn(*words, "--tokens", "1500").json
     assert (1500, 2) == (found["tokens"], found["runs"])
     assert min(found["prefill_tok_s"], found["publish_tok_s"], found["raw_bytes"]) > 0
+    assert found["memory_budget_bytes"] == 64_000_000 + found["raw_bytes"] * 3 // 2
+    assert found["shared_ratio"] > 0
     assert abs(found["ratio"] - found["publish_tok_s"] / found["prefill_tok_s"]) < 0.01
     assert 2 == kvcdn(*words, "--tokens", "100000").code

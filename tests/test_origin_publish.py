@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvcdn.errors import CorruptError, UnavailableError, UntrustedError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key
@@ -12,6 +13,7 @@ from kvcdn.model.tokens import encode_text
 from kvcdn.origin.estimate import estimate_publish
 from kvcdn.origin.lease import read_lease
 from kvcdn.origin.publish import Publisher
+from kvcdn.origin.run import Run
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
@@ -154,6 +156,65 @@ def test_a_longer_document_shares_the_blocks_of_its_beginning(loaded, token_ids)
     Publisher(loaded, store, key).publish(token_ids[:2048])
     result = Publisher(loaded, store, key).publish(token_ids)
     assert (2048, 452, 1) == (result.tokens_loaded, result.tokens_computed, result.blocks_uploaded)
+
+
+class Counted(MemoryStore):
+    """A store that counts the bytes that are read of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_bytes = 0
+
+    def read(self, key, start=0, length=None):
+        data = super().read(key, start, length)
+        if "/blocks/" in key:
+            self.read_bytes += len(data)
+        return data
+
+
+def exact(loaded, store, key, token_ids):
+    """The KV that readers of a published document have, decoded from its blocks."""
+    names = PrefixNames.of(loaded.identity, Namespace.public(), token_ids)
+    run = Run(loaded, store, key, TrustList.of(key.public), names, lambda _: None)
+    assert run.is_complete()
+    return run.compute(token_ids)
+
+
+def same(ones, others):
+    return all(torch.equal(a, b) for one, other in zip(ones, others, strict=True) for a, b in zip(one, other, strict=True))
+
+
+def test_a_prompt_that_many_documents_begin_with_is_kept_in_memory(loaded, token_ids):
+    """It is computed once and never loaded; what is written is what a publisher writes who has it not, to the bit."""
+    store, key = Counted(), SigningKey.generate()
+    publisher = Publisher(loaded, store, key)
+    prompt, rest = token_ids[:1100], token_ids[1100:]
+    documents = [prompt + rest[:700], prompt + rest[700:]]
+    results = [publisher.publish(document) for document in documents]
+    assert [(0, 1800), (1024, 776)] == [(result.tokens_loaded, result.tokens_computed) for result in results]
+    assert store.read_bytes <= 64 * 1024 < results[0].stored_bytes // 2
+    for document in documents:
+        other = MemoryStore()
+        Publisher(loaded, other, key).publish(document)
+        assert same(exact(loaded, store, key, document), exact(loaded, other, key, document))
+
+
+def test_what_is_kept_is_what_lies_at_the_origin(loaded, token_ids):
+    """A block that was made anew by somebody else is loaded; one that is gone is computed; another namespace has its own."""
+    store, key = Counted(), SigningKey.generate()
+    publisher = Publisher(loaded, store, key)
+    publisher.publish(token_ids[:1200])
+    (first, *_) = PrefixNames.of(loaded.identity, Namespace.public(), token_ids).blocks
+    store.delete(block_key(loaded.identity.tag, first.address))
+    assert 0 == publisher.publish(token_ids[:1300]).tokens_loaded
+    store.delete(block_key(loaded.identity.tag, first.address))
+    Publisher(loaded, store, key).publish(token_ids[:1024])
+    store.read_bytes = 0
+    again = publisher.publish(token_ids[:1400])
+    assert (1024, True) == (again.tokens_loaded, store.read_bytes > again.raw_bytes // 2)
+    private = Publisher(loaded, store, key, namespace=Namespace.private("mine", bytes(32)))
+    private.kept = publisher.kept
+    assert 0 == private.publish(token_ids[:1400]).tokens_loaded
 
 
 def test_a_namespace_shares_nothing_with_the_public(loaded, token_ids):

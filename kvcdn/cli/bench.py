@@ -77,6 +77,36 @@ def publish(
     )
     memory = "" if result["memory_bytes"] is None else f", {size(result['memory_bytes'])} of memory beside the model"
     print_text(f"\nratio {result['ratio']:.3f}; {size(result['raw_bytes'])} of KV{memory}")
+    if result["shared_ratio"] is not None:
+        print_text(
+            f"behind a prompt that is published, a document costs {result['shared_ratio']:.3f} x the passes over its rest"
+        )
+
+
+@app.command()
+def workers(
+    documents: Annotated[int, typer.Option(min=1, help="Documents, which share nothing.")] = 20,
+    tokens: Annotated[int, typer.Option(min=16, help="Length of each.")] = 1024,
+    workers: Annotated[int, typer.Option(min=2, help="Workers of one thread, beside one worker of one thread.")] = 2,
+    executor: Annotated[str, typer.Option(help="What runs them: processes or ray.")] = "ray",
+    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each, alternating.")] = 3,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Documents through a prefill service with one worker, and with several, taking turns."""
+    from kvcdn.cli.bench_workers import measure_workers  # noqa: PLC0415 - see kvcdn.cli
+
+    if executor not in ("processes", "ray"):
+        raise UsageError(f"--executor {executor} is not known", hint="processes or ray")
+    result = measure_workers(model, documents, tokens, workers, executor, rounds, note)
+    if as_json:
+        print_json(result)
+        return
+    print_table(
+        ["WORKERS", "SECONDS"], [["1", f"{result['one_s']:.2f}"], [f"{workers}, {executor}", f"{result['several_s']:.2f}"]]
+    )
+    print_text(f"\n{result['speedup']:.2f} x")
 
 
 @app.command()

@@ -23,15 +23,24 @@ from kvcdn.stores.folder import FolderStore
 
 Tell = Callable[[str], None]
 
+PROMPT_TOKENS = 2048
+"""Of the beginning that two documents share."""
+
+SPARE_BYTES = 64 * 1000**2
+KV_SHARE = 1.5
+"""What publishing may take beside the model: so many bytes, and so much of the KV of one document."""
+
 
 def measure_publish(model: str, document: Path | None, tokens: int, runs: int, device: str, tell: Tell) -> dict[str, Any]:
     """Tokens a second of both, medians of `runs` in which they take turns at being first, and their ratio.
 
-    `memory_bytes` is by how much the resident memory rose above what it was with the model loaded, in the first publishing run.
-    Raises UsageError for a document that is too short.
+    `memory_bytes` is by how much the resident memory rose above what it was with the model loaded, in the first publishing run;
+    `shared_ratio` what a document costs whose first 2,048 tokens are published, beside the passes over its rest; None where the
+    text is too short. Raises UsageError for a document that is too short.
     """
     loaded = load_model(model, device)
-    token_ids = encode_text(loaded.tokenizer, document_text(document)).token_ids[:tokens]
+    all_ids = encode_text(loaded.tokenizer, document_text(document)).token_ids
+    token_ids = all_ids[:tokens]
     if len(token_ids) < tokens:
         raise UsageError(f"the document has {len(token_ids):,} tokens, fewer than {tokens:,}", hint="name a longer --document")
     _prefill(loaded, token_ids[: min(tokens, 64)])
@@ -48,6 +57,7 @@ def measure_publish(model: str, document: Path | None, tokens: int, runs: int, d
                     publish.run(token_ids)
                 speeds[name].append(tokens / (time.perf_counter() - began))
             tell(f"round {number + 1}: prefill {speeds['prefill'][-1]:.1f}, publish {speeds['publish'][-1]:.1f} tokens/s")
+        shared = _shared_ratio(loaded, publish, all_ids, tokens, runs, tell)
     prefill, published = (statistics.median(speeds[name]) for name in ("prefill", "publish"))
     return {
         "model": model,
@@ -58,7 +68,39 @@ def measure_publish(model: str, document: Path | None, tokens: int, runs: int, d
         "ratio": round(published / prefill, 4),
         "raw_bytes": loaded.identity.layout.raw_bytes(tokens),
         "memory_bytes": memory,
+        "memory_budget_bytes": int(SPARE_BYTES + KV_SHARE * loaded.identity.layout.raw_bytes(tokens)),
+        "shared_ratio": shared,
     }
+
+
+def _shared_ratio(
+    loaded: LoadedModel, publish: _Publishing, all_ids: tuple[int, ...], tokens: int, runs: int, tell: Tell
+) -> float | None:
+    room = (loaded.max_positions or len(all_ids)) - PROMPT_TOKENS
+    prompt, own = all_ids[:PROMPT_TOKENS], min(tokens, room, len(all_ids) - PROMPT_TOKENS - runs)
+    if own <= 0:
+        return None
+    publisher = publish.publisher()
+    publisher.publish(prompt)
+    bare = ScheduledPrefill(loaded.model, loaded.identity.layout, PROMPT_TOKENS + own)
+    start = PROMPT_TOKENS // loaded.identity.layout.block_tokens * loaded.identity.layout.block_tokens
+    for _ in bare.run(prompt[:start]):
+        pass
+    seconds: dict[str, list[float]] = {"own": [], "second": []}
+    for number in range(runs):
+        # Another rest each time: what is published is not published again.
+        token_ids = prompt + all_ids[PROMPT_TOKENS + number : PROMPT_TOKENS + number + own]
+        for name in ("own", "second") if number % 2 else ("second", "own"):
+            bare.resume(start)
+            began = time.perf_counter()
+            if name == "second":
+                publisher.publish(token_ids)
+            else:
+                for _ in bare.run(token_ids, start=start):
+                    pass
+            seconds[name].append(time.perf_counter() - began)
+        tell(f"shared {number + 1}: {own:,} tokens of its own {seconds['own'][-1]:.2f} s, all {seconds['second'][-1]:.2f} s")
+    return round(statistics.median(seconds["second"]) / statistics.median(seconds["own"]), 4)
 
 
 def _prefill(loaded: LoadedModel, token_ids: tuple[int, ...]) -> None:
@@ -72,9 +114,12 @@ class _Publishing:
     def __init__(self, loaded: LoadedModel, store: FolderStore) -> None:
         self._loaded, self._store, self._key = loaded, store, SigningKey.generate()
 
-    def run(self, token_ids: tuple[int, ...]) -> None:
+    def publisher(self) -> Publisher:
         space = Namespace.private("bench", secrets.token_bytes(NAMESPACE_SECRET_MIN_BYTES))
-        Publisher(self._loaded, self._store, self._key, namespace=space).publish(token_ids)
+        return Publisher(self._loaded, self._store, self._key, namespace=space)
+
+    def run(self, token_ids: tuple[int, ...]) -> None:
+        self.publisher().publish(token_ids)
 
     def memory(self, token_ids: tuple[int, ...]) -> int | None:
         """By how much a run raises the resident memory at most; None where the system does not tell."""

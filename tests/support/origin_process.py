@@ -16,12 +16,13 @@ START_SECONDS = 120
 
 
 @contextlib.contextmanager
-def running_origin(folder: Path, model: Path | str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A service with one worker, whose origin and queue are in `folder`: its URL and its process."""
+def running_origin(folder: Path, model: Path | str, **settings: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A service with one worker, whose origin and queue are in `folder`: its URL and its process. `settings` go beyond."""
     ready = folder / "ready"
     ready.unlink(missing_ok=True)
     words = ["--model", model, "--origin", folder / "origin", "--queue", folder / "queue", "--listen", "127.0.0.1:0"]
     environment = {**os.environ, "KVCDN_SERVICE_READY_FILE": str(ready), "KVCDN_SERVICE_CLAIM_SECONDS": "6"}
+    environment |= {f"KVCDN_SERVICE_{name.upper()}": value for name, value in settings.items()}
     program = Path(sys.executable).with_name("kvcdn")
     process = subprocess.Popen([str(program), "origin", *map(str, words)], env=environment)
     try:
@@ -36,6 +37,16 @@ def running_origin(folder: Path, model: Path | str) -> Iterator[tuple[str, subpr
         process.wait()
 
 
+def descendants(pid: int) -> dict[int, str]:
+    """The processes below the process `pid`, with what each calls itself."""
+    found: dict[int, str] = {}
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            found[child] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            found |= descendants(child)
+    return found
+
+
 def children(pid: int) -> list[int]:
     """The processes that the process `pid` has started."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
