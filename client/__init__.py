@@ -9,6 +9,7 @@ from kvcdn.client.prefix import Prefix
 from kvcdn.client.race import StoppedError
 from kvcdn.client.report import Audited, MissReason, Report
 from kvcdn.client.streaming import AnswerStream, Stop
+from kvcdn.client.usage import Usage
 
 __all__ = [
     "Answer",
@@ -25,4 +26,5 @@ __all__ = [
     "Report",
     "Stop",
     "StoppedError",
+    "Usage",
 ]

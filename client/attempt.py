@@ -16,6 +16,8 @@ from kvcdn.client.race import Race
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.spans import traceparent
 from kvcdn.client.supply import Supply
+from kvcdn.client.tally import Tally
+from kvcdn.digest import Digest
 from kvcdn.errors import KvcdnError, MismatchError
 from kvcdn.keys import PRECISION_NATIVE, Chain, ModelIdentity
 from kvcdn.model.cache import build_cache
@@ -32,7 +34,10 @@ class Attempt:
     its logits begin the answer. `report` says where they came from, and why there are not more.
     """
 
-    def __init__(self, loaded: LoadedModel, supply: Supply, prompt: Prompt, report: Report, aim: Aim) -> None:
+    def __init__(
+        self, loaded: LoadedModel, supply: Supply, prompt: Prompt, report: Report, aim: Aim, *, tally: Tally | None = None
+    ) -> None:
+        """What comes is counted in `tally`."""
         asked = time.perf_counter() - sum(report.seconds.values())
         self.prompt = prompt
         self.report = report
@@ -42,7 +47,8 @@ class Attempt:
         report.request_id = trail.request_id
         with following(trail):
             # One budget of time and retries for the prompt, whatever it asks for.
-            self._supply = supply = replace(supply, source=supply.source.session())
+            session = supply.source.session() if tally is None else supply.source.session(tally=tally)
+        self._supply = supply = replace(supply, source=session)
         self._identity = loaded.identity
         self._fetched: FetchedPrefix | None = None
         self._revoked = supply.gate.revoked.current()
@@ -55,6 +61,9 @@ class Attempt:
             self._published = self._match()
             self._prefer_longer()
         self.length = min(self._published.tokens, len(prompt.token_ids) - 1)
+        self.published_tokens = self._published.tokens
+        if tally is not None:
+            tally.document = self._document()
         if aim.mode is None and self.length > 0:
             self._leave_short_prefix()
         self.race: Race | None = None
@@ -71,6 +80,33 @@ class Attempt:
                 held=self._held,
             )
         self._explain_short_match()
+
+    @property
+    def offered(self) -> int:
+        """Tokens that the prompt's document has: up to the first boundary, or, without one, the prompt's whole blocks."""
+        layout, tokens = self._loaded.identity.layout, len(self.prompt.token_ids)
+        if self.prompt.boundaries:
+            end = layout.document_end(min(self.prompt.boundaries))
+        else:
+            end = layout.usable_blocks(tokens // layout.block_tokens) * layout.block_tokens
+        return max(end, self.published_tokens)
+
+    def _document(self) -> Digest | None:
+        """The address that the document's manifest has, or would have."""
+        return self._chain(self._identity).prefix(self.offered).manifest_address if self.offered else None
+
+    def arrived(self) -> dict[str, int]:
+        """What came of blocks, as `kvcdn.accounting.entry.COUNTS` calls it."""
+        if self.race is None or self.race.fetch is None:
+            return {}
+        blocks = self.race.fetch.deliveries
+        begun = [one for one in blocks if one.header is not None and not one.held]
+        used = blocks[: len(self._published.blocks)] if self.report.tokens_reused else []
+        return {
+            "blocks_begun": len(begun),
+            "tokens_begun": sum(one.name.tokens for one in begun),
+            "bytes_used": sum(one.received for one in used if not one.held and not one.computed),
+        }
 
     def _chain(self, identity: ModelIdentity) -> Chain:
         return Chain(identity, self._supply.namespace, self.prompt.token_ids)

@@ -43,6 +43,7 @@ from kvcdn.client.supply import Supply
 from kvcdn.client.surroundings import look_around
 from kvcdn.client.tensors import read_prompts
 from kvcdn.client.transport import Source
+from kvcdn.client.usage import Usage
 from kvcdn.client.views import View
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
@@ -82,6 +83,7 @@ class Client:
         deadline: float | None = None,
         prefer: str = "fastest",
         prices: Prices | None = None,
+        usage: Usage | str | Path | None = "configured",
     ) -> None:
         """Binds a loaded model, which may be a model of peft, to its checkpoint and opens `source`, see `open_source`.
 
@@ -92,8 +94,9 @@ class Client:
         unless the environment says otherwise (`LocalStore.configured`). `precision` lists what is accepted, most wanted first,
         by default exact KV only; lossy KV whose certificate says that its mean next-token divergence is above `max_kl` nats is
         a miss. `mode` is auto, fetch, compute or both; `deadline` is in seconds from the question to the first token; `prefer`
-        is fastest, or cheapest at these `prices`: each can be given for a single prompt as well. Raises UsageError; an
-        unsupported model is no error, but a miss.
+        is fastest, or cheapest at these `prices`: each can be given for a single prompt as well. `usage` is a ledger to count
+        prompts in, or its path; by default that of KVCDN_USAGE, or none. Raises UsageError; an unsupported model is no error,
+        but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
@@ -108,6 +111,8 @@ class Client:
         store = LocalStore.configured() if local_store == "configured" else local_store
         self._local = None if store is None else LocalPrefixes(store)
         self._aim = Aim.of(mode, deadline, prefer, prices)
+        self._usage = Usage.of(usage)
+        self._own_usage = not isinstance(usage, Usage)
         self._guard: RemovableHandle | None = None
         self.loaded: LoadedModel | None = None
         self._unsupported: UnsupportedModelError | None = None
@@ -144,6 +149,8 @@ class Client:
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
+        if self._usage is not None:
+            self._usage.close() if self._own_usage else self._usage.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -279,7 +286,10 @@ class Client:
         report, attempt = self._attempt(prompt, started, aim or self._aim)
         if attempt is not None and stop is not None:
             attempt.stop_when(stop.is_set)
-        return report, None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
+        try:
+            return report, None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
+        finally:
+            self._count(report, attempt)
 
     def guard(self) -> None:
         """Compares passes beside marked caches with their prompts until the client is closed."""
@@ -298,6 +308,7 @@ class Client:
         finally:
             if attempt is not None:
                 attempt.close()
+            self._count(report, attempt)
         report.seconds["first_token"] = generation.first_token_at - started
         report.seconds["total"] = time.perf_counter() - started
         if aim.deadline_s is not None:
@@ -332,12 +343,23 @@ class Client:
         """The report of a prompt that was begun at `started`, and the attempt, where the model is supported."""
         report = Report(self.source.url, len(prompt.token_ids))
         report.seconds["tokenize"] = time.perf_counter() - started
+        tally = None if self._usage is None else self._usage.begin(report)
         try:
             loaded = self.current()
         except UnsupportedModelError as error:
             report.miss(error)
             return report, None
-        return report, Attempt(loaded, self._supply, prompt, report, aim)
+        return report, Attempt(loaded, self._supply, prompt, report, aim, tally=tally)
+
+    def count_kept(self, report: Report) -> None:
+        """Counts a prompt that had its cache from memory, or none."""
+        if self._usage is not None:
+            self._usage.begin(report)
+            self._count(report, None)
+
+    def _count(self, report: Report, attempt: Attempt | None) -> None:
+        if self._usage is not None:
+            self._usage.end(report, attempt, None if self.loaded is None else self.loaded.identity.tag)
 
     def current(self) -> LoadedModel:
         """The model, bound to the adapters it applies now. Raises UnsupportedModelError."""

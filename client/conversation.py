@@ -103,6 +103,7 @@ class Conversation:
             report.bytes_raw = loaded.identity.layout.needed_bytes(common)
             for layer in self._layers:
                 layer.declare(common)
+            client.count_kept(report)
             return report, build_cache(loaded.model, self._layers)
         report, cache = client.load_cache(prompt, started)
         return report, build_cache(client.model, completed(loaded, cache, prompt.token_ids, 0))

@@ -40,7 +40,11 @@ class Exchange:
         self.pool = pool
         self._patience = patience
         self._method, self._what = method, path
-        self._request = pool.request(method, path, body, {**patience.budget.trail.headers, **headers})
+        tally, headers = patience.budget.tally, {**patience.budget.trail.headers, **headers}
+        self._request = pool.request(method, path, body, headers if tally is None else {**headers, **tally.fields})
+        self._tally = tally if method == "GET" else None
+        if self._tally is not None:
+            self._tally.asked_edge()
         self._response: http.client.HTTPResponse | None = None
         self._left: int | None = None
         self.looked: float | None = None
@@ -141,6 +145,8 @@ class Exchange:
         finally:
             for meter in self.pool.meters:
                 meter.received(count)
+            if self._tally is not None:
+                self._tally.from_edge(count)
         if not count:
             raise BrokenError(f"{self.pool.url} ended its answer {self._left:,} bytes early")
         self._left = (self._left or 0) - count
@@ -177,6 +183,9 @@ class Exchange:
         """Returns the connection if it can be used again; may be called twice."""
         response, self._response = self._response, None
         whole = response is not None and self._left == 0
+        tally, self._tally = self._tally, None
+        if tally is not None and not whole and (response is None or response.status in (200, 206)):
+            tally.cut()
         if whole and response is not None and not response.will_close and not self.wire.closed:
             self.pool.give_back(self.wire)
         else:

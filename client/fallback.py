@@ -8,6 +8,7 @@ from typing import TypeVar
 from kvcdn.client.link import LinkEstimate
 from kvcdn.client.patience import StoppedError
 from kvcdn.client.source import RANGE_BYTES, ObjectReader, Session, Source
+from kvcdn.client.tally import Tally
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import UnavailableError
 
@@ -21,8 +22,8 @@ class FallbackSource:
         self._edges, self._origin = edges, origin
         self.url = f"{edges.url},{origin.url}"
 
-    def session(self, limit_s: float | None = None) -> Session:
-        return _FallbackSession(self.url, self._edges.session(limit_s), self._origin.session(limit_s))
+    def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:
+        return _FallbackSession(self.url, self._edges.session(limit_s, tally), self._origin.session(limit_s, tally))
 
     def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
         return self.session().match(tag, addresses)
@@ -79,8 +80,8 @@ class _FallbackSession:
     def link(self) -> LinkEstimate:
         return (self._origin if self._failed else self._edges).link()
 
-    def session(self, limit_s: float | None = None) -> Session:
-        return _FallbackSession(self.url, self._edges.session(limit_s), self._origin.session(limit_s))
+    def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:
+        return _FallbackSession(self.url, self._edges.session(limit_s, tally), self._origin.session(limit_s, tally))
 
     def failing_s(self) -> float:
         return (self._origin if self._failed else self._edges).failing_s()

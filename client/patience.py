@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, Self
 
+from kvcdn.client.tally import Tally
 from kvcdn.errors import UnavailableError
 from kvcdn.trail import Trail, current
 
@@ -57,8 +58,10 @@ class StoppedError(UnavailableError):
 class Budget:
     """What one prompt may lose: time, and retries. Thread-safe."""
 
-    def __init__(self, stall_s: float, sick_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, stall_s: float, sick_s: float, clock: Callable[[], float], tally: Tally | None = None) -> None:
         self.clock = clock
+        self.tally = tally
+        """Where what comes for the prompt is counted, if it is."""
         self.stall_s, self._sick_s = stall_s, sick_s
         self._lost, self._lost_until = 0.0, -math.inf
         self._requests, self._retries = 0, 0
@@ -125,9 +128,10 @@ class Patience:
         stall_s: float = STALL_SECONDS,
         sick_s: float = SICK_SECONDS,
         clock: Callable[[], float] = time.monotonic,
+        tally: Tally | None = None,
     ) -> Self:
-        """A new prompt's."""
-        return cls(Budget(stall_s, sick_s, clock), limit_s)
+        """A new prompt's, of which what comes is counted in `tally`."""
+        return cls(Budget(stall_s, sick_s, clock, tally), limit_s)
 
     def part(self, limit_s: float | None = None) -> Patience:
         """Of a reader: shares the budget, ends with the whole, and can be ended by itself. `forget` it afterwards."""

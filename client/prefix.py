@@ -132,11 +132,16 @@ class Prefix:
 
     def _session(self, prompt: Prompt, started: float) -> tuple[Report, Cache | None]:
         """A cache of what `prompt` has in common with the prefix, of its own; None where that is nothing."""
+        if not self._layers and self._keeps_states():
+            return self._client.load_cache(prompt, started)
+        report, cache = self._share(prompt, started)
+        self._client.count_kept(report)
+        return report, cache
+
+    def _share(self, prompt: Prompt, started: float) -> tuple[Report, Cache | None]:
         report = Report(self._client.source.url, len(prompt.token_ids))
         report.seconds["tokenize"] = time.perf_counter() - started
         layers = self._layers
-        if not layers and self._keeps_states():
-            return self._client.load_cache(prompt, started)
         if not layers:
             report.reason, report.detail = self.report.reason, self.report.detail or "the prefix was closed"
             return report, None

@@ -80,7 +80,7 @@ class Report:
     `audit` says which block was recomputed, and what came of it, where one was. `tokens_local` of the reused were mapped from
     this host's local store; `local_refused` says why that could not be looked at. `tokens_kept` of them were in memory already,
     in a `Prefix` or from earlier turns of a `Conversation`. `request_id` is what edges log of
-    everything they were asked for it.
+    everything they were asked for it; `prompt_id` is what ledgers call it, where usage is counted.
     """
 
     source: str
@@ -99,6 +99,7 @@ class Report:
     audit: Audited | None = None
     tokens_local: int = 0
     local_refused: str = ""
+    prompt_id: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
     request_id: str = ""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvcdn.client.link import LinkEstimate
+from kvcdn.client.tally import Tally
 from kvcdn.digest import Digest, ModelTag
 
 RANGE_BYTES = 1 << 20
@@ -52,8 +53,11 @@ class Source(Protocol):
     def link(self) -> LinkEstimate:
         """How soon answers come from here and how fast bytes do, as measured so far."""
 
-    def session(self, limit_s: float | None = None) -> Session:
-        """This source for one prompt. It bears with failures as long as a prompt should, and ends within `limit_s` seconds."""
+    def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:
+        """This source for one prompt. It bears with failures as long as a prompt should, and ends within `limit_s` seconds.
+
+        What comes is counted in `tally`; a session's own sessions are parts of it, and count there.
+        """
 
     def close(self) -> None: ...
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from kvcdn.client.link import LinkEstimate, LinkMeter
 from kvcdn.client.patience import STOPPED, Patience, StoppedError
 from kvcdn.client.source import RANGE_BYTES, ObjectReader, Session, probe_lead
+from kvcdn.client.tally import Tally
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import CorruptError, KvcdnError, UnavailableError
 from kvcdn.keys import block_key
@@ -43,8 +44,8 @@ class StoreSource:
     def url(self) -> str:
         return self._store.url
 
-    def session(self, limit_s: float | None = None) -> Session:
-        return _StoreSession(self._store, self._meter, Patience.of_prompt(limit_s))
+    def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:
+        return _StoreSession(self._store, self._meter, Patience.of_prompt(limit_s, tally=tally))
 
     def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
         return self.session().match(tag, addresses)
@@ -100,7 +101,7 @@ class _StoreSession:
     def link(self) -> LinkEstimate:
         return self._meter.estimate()
 
-    def session(self, limit_s: float | None = None) -> Session:
+    def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:  # noqa: ARG002 - the whole's
         return _StoreSession(self._store, self._meter, self._patience.part(limit_s))
 
     def failing_s(self) -> float:
@@ -211,6 +212,7 @@ class _ReadAhead:
         self, store: BlobStore, meter: LinkMeter, patience: Patience, key: str, start: int, length: int | None
     ) -> None:
         self._store, self._meter, self._patience = store, meter, patience
+        self._tally = patience.budget.tally
         self._span = (key, start, length)
         self._received = 0
         self._pieces: deque[bytes] = deque()
@@ -265,6 +267,8 @@ class _ReadAhead:
 
     def _read(self) -> None:
         asked = time.monotonic()
+        if self._tally is not None:
+            self._tally.asked_origin()
         pieces = self._store.stream(*self._span)
         self._meter.answered(time.monotonic() - asked)
         try:
@@ -284,6 +288,8 @@ class _ReadAhead:
             piece = next(pieces, b"")
         finally:
             self._meter.received(len(piece))
+            if self._tally is not None:
+                self._tally.from_origin(len(piece))
         return piece
 
     def _has_room(self) -> bool:

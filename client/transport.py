@@ -22,6 +22,7 @@ from kvcdn.client.patience import STALL_SECONDS, Patience
 from kvcdn.client.readers import RangedReader, StreamReader
 from kvcdn.client.source import RANGE_BYTES, ObjectReader, Session, Source, probe_lead
 from kvcdn.client.stored import StoreSource
+from kvcdn.client.tally import Tally
 from kvcdn.client.transfer import Identity, Transfer
 from kvcdn.client.tries import Tries
 from kvcdn.client.wire import BrokenError
@@ -53,8 +54,8 @@ class EdgesSource:
         self._stall_seconds = stall_seconds
         self.url = self._group.url
 
-    def session(self, limit_s: float | None = None) -> Session:
-        return _EdgeSession(self._group, Patience.of_prompt(limit_s, stall_s=self._stall_seconds))
+    def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:
+        return _EdgeSession(self._group, Patience.of_prompt(limit_s, stall_s=self._stall_seconds, tally=tally))
 
     def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
         return self.session().match(tag, addresses)
@@ -150,6 +151,8 @@ class _EdgeSession:
         return (RangedReader if ranged else StreamReader)(self._group, self._patience, key)
 
     def read(self, key: str, limit: int) -> bytes:
+        if self._patience.budget.tally is not None:
+            self._patience.budget.tally.read_whole()
         known = Identity()
         transfer = Transfer(self._group, self._patience, key, known)
         try:
@@ -165,7 +168,7 @@ class _EdgeSession:
     def link(self) -> LinkEstimate:
         return self._group.link()
 
-    def session(self, limit_s: float | None = None) -> Session:
+    def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:  # noqa: ARG002 - the whole's
         return _EdgeSession(self._group, self._patience.part(limit_s))
 
     def failing_s(self) -> float:

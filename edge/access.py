@@ -12,6 +12,7 @@ from kvcdn.edge.admission import TENANT
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.respond import Note
 from kvcdn.edge.traffic import Traffic
+from kvcdn.edge.usage import EdgeUsage
 
 _UNREAD = Note("unreadable")
 
@@ -21,14 +22,16 @@ access_log = logging.getLogger("kvcdn.edge.access")
 class AccessLogger(AbstractAccessLogger):
     """Sees every finished response. One is made per connection."""
 
-    def __init__(self, metrics: Metrics, traffic: Traffic) -> None:
+    def __init__(self, metrics: Metrics, traffic: Traffic, usage: EdgeUsage | None = None) -> None:
         super().__init__(access_log, "")
-        self._metrics, self._traffic = metrics, traffic
+        self._metrics, self._traffic, self._usage = metrics, traffic, usage
 
     @classmethod
-    def maker(cls, metrics: Metrics, traffic: Traffic) -> Callable[[logging.Logger, str], AccessLogger]:
+    def maker(
+        cls, metrics: Metrics, traffic: Traffic, usage: EdgeUsage | None = None
+    ) -> Callable[[logging.Logger, str], AccessLogger]:
         """What aiohttp calls for a logger, in place of the class."""
-        return lambda _logger, _format: cls(metrics, traffic)
+        return lambda _logger, _format: cls(metrics, traffic, usage)
 
     def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
         # Answers that are not ours are aiohttp's, to what is not HTTP.
@@ -38,6 +41,8 @@ class AccessLogger(AbstractAccessLogger):
         self._metrics.observe(note.route, response.status, note.cache, size, time)
         self._metrics.observe_tenant(tenant, response.status, size)
         self._traffic.count(note, response.status, size, tenant)
+        if self._usage is not None:
+            self._usage.answered(request, response, note, size)
         if access_log.isEnabledFor(logging.INFO):
             line = {
                 "method": request.method,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+from asyncio import Lock
 from collections.abc import Callable
+from io import BufferedWriter, FileIO
 
 from aiohttp import web
 
@@ -16,11 +20,22 @@ from kvcdn.edge.metrics import CONTENT_TYPE, Metrics
 from kvcdn.edge.pins import Pin, UnpinRequest
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.purge import PurgeRequest, purge
-from kvcdn.edge.respond import JSON_HEADERS, NO_STORE, RETRY_SECONDS, Note, PlainResponse
+from kvcdn.edge.respond import (
+    JSON_HEADERS,
+    NO_STORE,
+    RETRY_SECONDS,
+    FileResponse,
+    FileSlice,
+    HeadResponse,
+    Note,
+    PlainResponse,
+)
 from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.threads import in_thread
+from kvcdn.edge.usage import EdgeUsage
 from kvcdn.edge.warm import Warming, WarmRequest
-from kvcdn.errors import CorruptError
+from kvcdn.errors import CorruptError, KvcdnError
 
 SCOPES = {
     "/metrics": Scope.STATS,
@@ -28,11 +43,12 @@ SCOPES = {
     "/v1/purge": Scope.PURGE,
     "/v1/status": Scope.STATS,
     "/v1/unpin": Scope.WARM,
+    "/v1/usage": Scope.STATS,
     "/v1/warm": Scope.WARM,
 }
 """What is answered here, by path, and what a token has to permit for it."""
 
-SHOWN = ("/metrics", "/v1/pins", "/v1/status")
+SHOWN = ("/metrics", "/v1/pins", "/v1/status", "/v1/usage")
 """What is only looked at."""
 
 
@@ -51,12 +67,17 @@ class Administration:
     ) -> None:
         self._fetcher, self._presence, self._cache, self._warming = fetcher, presence, cache, warming
         self._admission, self._metrics, self._status, self._pins = admission, metrics, status, warming.pins
+        self.usage: EdgeUsage | None = None
+        """What keeps the ledger, where one is kept."""
+        self._copying = Lock()
 
-    async def answer(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
-        """Metrics, the status, or what becomes of an order; `note` says which."""
+    async def answer(self, request: web.BaseRequest, note: Note, grant: Grant) -> web.StreamResponse:
+        """Metrics, the status, the ledger, or what becomes of an order; `note` says which."""
         match note.route:
             case "metrics":
                 return self._show_metrics()
+            case "usage":
+                return await self._show_usage(request, note)
             case "status":
                 return PlainResponse(note, 200, JSON_HEADERS, await self._status.encode())
             case "pins":
@@ -68,6 +89,23 @@ class Administration:
     def _show_metrics(self) -> PlainResponse:
         headers = {"Content-Type": CONTENT_TYPE, "Cache-Control": NO_STORE}
         return PlainResponse(Note("metrics"), 200, headers, self._metrics.render())
+
+    async def _show_usage(self, request: web.BaseRequest, note: Note) -> web.StreamResponse:
+        """The ledger as FORMAT.md section 14 has it, from a nameless file: it may be larger than one wants in memory."""
+        if self.usage is None:
+            return PlainResponse.line(note, 404, "this edge keeps no ledger: set usage_file", {})
+        try:
+            async with self._copying:
+                file = await in_thread(_copied, self.usage)
+        except (KvcdnError, OSError) as error:
+            message = f"the ledger cannot be read: {error}"
+            return PlainResponse.line(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
+        size = os.fstat(file.fileno()).st_size
+        headers = {"Content-Type": "application/jsonl", "Cache-Control": NO_STORE, "Content-Length": str(size)}
+        if request.method == "HEAD":
+            file.close()
+            return HeadResponse(note, 200, headers)
+        return FileResponse(note, 200, headers, FileSlice(file, 0, size), lambda: None)
 
     async def _order(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
         """What changes the cache. A body's type is asked for that no page in a browser can send without asking us first."""
@@ -132,3 +170,18 @@ class Administration:
             return PlainResponse.refusal(Note(note.route, "", warmed.outcome), warmed.refusal)
         note = Note(note.route, f"{warmed.here} of {warmed.objects} objects")
         return PlainResponse(note, 200 if warmed.here == warmed.objects else 202, JSON_HEADERS, warmed.encode())
+
+
+def _copied(usage: EdgeUsage) -> FileIO:
+    """The text of the ledger in a file of its own, which nobody else can open."""
+    with usage.ledger() as ledger:
+        file = tempfile.TemporaryFile(dir=ledger.path.parent, buffering=0)  # noqa: SIM115 - whoever gets it closes it
+        try:
+            out = BufferedWriter(file)
+            ledger.copy_lines(out.write)
+            out.flush()
+            out.detach()
+        except BaseException:
+            file.close()
+            raise
+        return file

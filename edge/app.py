@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -170,17 +171,18 @@ class Edge:
         try:
             result = await self._fetcher.get(name, direct=direct)
         except OSError as error:
-            note = Note("object", name.short, CacheOutcome.REFUSED)
+            note = Note("object", name.short, CacheOutcome.REFUSED, reason=Reason.BUSY)
             message = f"the edge cannot open a file ({error.strerror})"
             return PlainResponse.line(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
         if isinstance(result, Refused):
-            return _refuse(name, result)
+            return self._refuse(name, result)
         return await self._serve(request, name, result, grant)
 
     async def _serve(self, request: web.BaseRequest, name: ObjectName, found: Found, grant: Grant) -> web.StreamResponse:
         # A peer's readers are counted where they ask.
         tokens = 0 if PEER_HEADER in request.headers else found.tokens
         note = Note("object", name.short, found.outcome, name.key, tokens / found.size)
+        note = replace(note, tokens=found.tokens, evicted=found.evicted)
         headers = {
             "ETag": f'"{found.etag}"',
             "Cache-Control": IMMUTABLE,
@@ -230,7 +232,7 @@ class Edge:
         try:
             body = await part_of_file.read()
         except BrokenFillError as error:
-            return _refuse(name, Refused(error.refusal, CacheOutcome.REFUSED))
+            return self._refuse(name, Refused(error.refusal, CacheOutcome.REFUSED))
         if len(body) < length:
             self._drop(name)
             return PlainResponse.line(note, 503, "the cached file is damaged; try again", {"Retry-After": str(RETRY_SECONDS)})
@@ -249,6 +251,11 @@ class Edge:
         if data is None:
             return PlainResponse.line(note, 404, f"there is no {key}", {})
         return PlainResponse(note, 200, {"Content-Type": "application/octet-stream", "Cache-Control": IMMUTABLE}, data)
+
+    def _refuse(self, name: ObjectName, refused: Refused) -> PlainResponse:
+        evicted, reason = self._cache.has_evicted(name.key), refused.refusal.reason
+        note = Note("object", name.short, refused.outcome, evicted=evicted, reason=reason)
+        return PlainResponse.refusal(note, refused.refusal)
 
     def _drop(self, name: ObjectName) -> None:
         self._cache.drop_key(name.key, Harm.DAMAGED, "it could not be read to its end")
@@ -271,11 +278,14 @@ class Edge:
         try:
             result = await match_chain(self._recall.revoked.lead(asked.keys), self._presence)
         except UnavailableError as error:
+            note = replace(note, asked=len(asked.keys), evicted=self._cache.has_evicted(asked.keys[0]))
             return PlainResponse.line(note, 504, str(error), {})
         detail = {} if result.complete else {"Cache-Status": cache_status(CacheOutcome.HIT, Reason.ORIGIN_UNAVAILABLE)}
         matched = len(result.sizes)
         last = asked.keys[matched - 1] if matched else ""
+        evicted = any(self._cache.has_evicted(key) for key in asked.keys[matched : matched + 1])
         note = Note("match", f"{matched} of {len(asked.keys)} blocks", key=last, blocks=matched)
+        note = replace(note, asked=len(asked.keys), evicted=evicted)
         self._cache.announce(asked.keys[:matched])
         return PlainResponse(note, 200, {**JSON_HEADERS, **detail}, result.encode())
 
@@ -292,10 +302,6 @@ def _unknown(error: UntrustedError) -> PlainResponse:
 def _forbidden(scope: Scope) -> PlainResponse:
     challenge = {"WWW-Authenticate": f'Bearer realm="kvcdn", error="insufficient_scope", scope="{scope}"'}
     return PlainResponse.line(Note("denied"), 403, f"the token does not have the scope {scope}", challenge)
-
-
-def _refuse(name: ObjectName, refused: Refused) -> PlainResponse:
-    return PlainResponse.refusal(Note("object", name.short, refused.outcome), refused.refusal)
 
 
 def _without_body(note: Note, precondition: Precondition, headers: Mapping[str, str]) -> PlainResponse:

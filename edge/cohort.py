@@ -30,7 +30,7 @@ class Kind(NamedTuple):
 class Node:
     """One object that is stored, or was, or is on its way. `size` is what it is charged: 0 unless it is stored."""
 
-    __slots__ = ("cohort", "depth", "key", "kids", "parent", "parked", "pinned", "size", "until", "uses")
+    __slots__ = ("cohort", "depth", "evicted", "key", "kids", "parent", "parked", "pinned", "size", "until", "uses")
 
     def __init__(self, key: str, cohort: Cohort) -> None:
         self.key, self.cohort = key, cohort
@@ -40,6 +40,8 @@ class Node:
         self.parent: Node | None = None
         self.kids = 0
         """Stored objects whose parent it is, but for pinned ones."""
+        self.evicted = False
+        """Whether it was stored, and had to leave for others."""
         self.parked = False
         """It would have left but for its kids or its pin, and is no member of its cohort until they are gone."""
         self.pinned = False

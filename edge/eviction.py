@@ -39,6 +39,10 @@ class Eviction:
     def __contains__(self, key: str) -> bool:
         return self._ranking.size(key) > 0
 
+    def evicted(self, key: str) -> bool:
+        """Whether an object was a victim and is not back."""
+        return self._ranking.evicted(key)
+
     def restore(self, objects: Iterable[tuple[str, int]]) -> None:
         """Records objects with their sizes that an earlier process left, oldest first; the next use of each counts as one."""
         self._ranking.restore((key, charge(size)) for key, size in objects)

@@ -34,6 +34,7 @@ from kvcdn.edge.staging import DISK_FULL, Staging
 from kvcdn.edge.storage import DiskCache, Harm, OpenEntry
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
+from kvcdn.edge.usage import EdgeUsage
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
 from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, UnavailableError
 from kvcdn.signing import TrustList
@@ -74,6 +75,8 @@ class Found:
     outcome: CacheOutcome
     tokens: int = 0
     """Tokens whose KV it holds."""
+    evicted: bool = False
+    """Whether it is filled again, after it had to leave."""
     fill: Fill | None = None
     """The fill that writes `file` while it is read: nothing behind what it has reached is the object's."""
 
@@ -90,10 +93,17 @@ class Fetcher:
     """Finds objects. For the event loop's thread."""
 
     def __init__(
-        self, origins: Origins, cache: DiskCache, revoked: Revoked, metrics: Metrics, peers: Peers | None = None
+        self,
+        origins: Origins,
+        cache: DiskCache,
+        revoked: Revoked,
+        metrics: Metrics,
+        peers: Peers | None = None,
     ) -> None:
         self.origins = origins
         self._cache, self._revoked, self._metrics, self._peers = cache, revoked, metrics, peers
+        self.usage: EdgeUsage | None = None
+        """What counts fills, where a ledger is kept."""
         self._guests = Guests(int(cache.capacity * CAPACITY_SHARE) if peers else 0)
         self._fills: dict[str, Fill] = {}
         self._alive: weakref.WeakSet[Fill] = weakref.WeakSet()
@@ -156,7 +166,7 @@ class Fetcher:
         guest = None if self._cache.is_pinned(name.key) else self._guests.get(name.key)
         if guest is not None:
             fill, spool, age = guest
-            return Found(spool.open(), fill.size, fill.etag, age, CacheOutcome.COLLAPSED, fill.tokens, fill)
+            return Found(spool.open(), fill.size, fill.etag, age, CacheOutcome.COLLAPSED, fill.tokens, fill=fill)
         refusal = self._refusals.get(name.key)
         if refusal is not None:
             return Refused(refusal, CacheOutcome.REMEMBERED)
@@ -197,7 +207,7 @@ class Fetcher:
             state = await fill.opened()
             if state in (FillState.WRITING, FillState.DONE) and fill.spool is not None:
                 outcome = CacheOutcome.COLLAPSED if not leading else CacheOutcome.MISS if fill.stored else CacheOutcome.PASSED
-                return Found(fill.spool.open(), fill.size, fill.etag, 0, outcome, fill.tokens, fill)
+                return Found(fill.spool.open(), fill.size, fill.etag, 0, outcome, fill.tokens, fill.evicted, fill)
             refusal = fill.refusal_for(state)
             if state not in (FillState.WRITER_GONE, FillState.TOO_OLD):
                 break
@@ -206,6 +216,7 @@ class Fetcher:
     def _begin(self, name: ObjectName, *, direct: bool) -> Fill:
         fill = self._fills[name.key] = Fill(name, WAIT_SECONDS + FILL_SECONDS)
         fill.direct = direct
+        fill.evicted = self._cache.has_evicted(name.key)
         self._alive.add(fill)
         # The fill outlives the request that began it.
         task = asyncio.create_task(self._run(fill), name=f"fill {name}")
@@ -219,6 +230,8 @@ class Fetcher:
             refusal = await self._attempt(fill)
             if refusal is not None:
                 self._refuse(fill, refusal)
+            if self.usage is not None:
+                self.usage.filled(fill, refusal)
         finally:
             fill.abandon()
             self._metrics.fills_running.dec()
@@ -268,6 +281,7 @@ class Fetcher:
     async def _receive(self, fill: Fill, limit: asyncio.Timeout) -> None:
         arrival = await in_thread(Arrival.begin, self._sources(fill), fill.name, self._revoked.trust, self._count)
         fill.publisher, fill.tokens = arrival.head.publisher, arrival.head.tokens
+        fill.from_peer = not arrival.origin.authority
         limit.reschedule(asyncio.get_running_loop().time() + arrival.deadline - time.monotonic() + HANG_SECONDS)
         try:
             # Whoever had to ask the origin keeps what it got, as no peer gave it.
@@ -289,6 +303,7 @@ class Fetcher:
             # A thread that hangs keeps its room until it ends: what it may still write is counted.
             kept = await asyncio.shield(landing)
         finally:
+            fill.resumes = arrival.resumes
             self._metrics.resumes.inc(arrival.resumes)
         (self._metrics.origin_bytes if arrival.origin.authority else self._metrics.peer_bytes).inc(fill.size)
         self._metrics.fills.labels("stored" if kept and lodging.stored else "passed").inc()

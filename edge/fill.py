@@ -38,6 +38,13 @@ class Fill:
         """Whether no peers are asked, because a peer asks."""
         self.guest = False
         """Whether a peer keeps the object, and not this edge."""
+        self.tokens = 0
+        """Of a block, once its envelope is here."""
+        self.evicted = False
+        """Whether the object had been here before, and had to leave."""
+        self.resumes = 0
+        self.from_peer = False
+        """Whether a peer gives it, and no origin."""
         self.publisher: PublicKey | None = None
         """Who signed the object, once its envelope is here."""
         self.refusal: Refusal | None = None
@@ -48,6 +55,11 @@ class Fill:
     def admits(self) -> bool:
         """Whether who comes now joins it."""
         return self._lock.admits(time.monotonic())
+
+    @property
+    def verified(self) -> int:
+        """Leading bytes that have come and are proven."""
+        return self._lock.verified
 
     def open(self, spool: Spool, size: int, etag: str, deadline: float, *, stored: bool) -> None:
         """The envelope is good and there is a place for the bytes."""

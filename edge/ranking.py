@@ -71,6 +71,11 @@ class Ranking:
         node = self._nodes.get(key)
         return 0 if node is None else node.size
 
+    def evicted(self, key: str) -> bool:
+        """Whether an object had to leave and has not come back, as far as ghosts are remembered."""
+        node = self._nodes.get(key)
+        return node is not None and node.evicted
+
     def visit(self, keys: Sequence[str]) -> None:
         """One use of a chain, or of its end: `keys` in order."""
         keys = list(dict.fromkeys(keys))
@@ -118,7 +123,7 @@ class Ranking:
             node.size = size
             return
         del self._ghosts[node]
-        node.size = size
+        node.size, node.evicted = size, False
         self.total += size
         self.stored += 1
         if node.parent is not None:
@@ -187,18 +192,21 @@ class Ranking:
             while shelf.ready:
                 node = self._last_leaf(next(iter(shelf.ready)))
                 if node is not None:
-                    self._unstore(node)
-                    return node.key
+                    return self._evict(node)
             self._cursor += 1
         raise IndexError("nothing is stored")
+
+    def _evict(self, node: Node) -> str:
+        self._unstore(node)
+        node.evicted = True
+        return node.key
 
     def _pop_recent(self) -> str:
         """As `pop`, where all there is was used just now: the oldest use leaves, lest a chain that is fetched evicts itself."""
         while ready := [next(iter(shelf.ready)) for shelf in self._order[self._cursor :] if shelf.ready]:
             node = self._last_leaf(min(ready, key=lambda cohort: cohort.used))
             if node is not None:
-                self._unstore(node)
-                return node.key
+                return self._evict(node)
         raise IndexError("nothing is stored")
 
     def _last_leaf(self, cohort: Cohort) -> Node | None:

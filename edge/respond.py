@@ -48,6 +48,14 @@ class Note:
     """Tokens that need no prefill for each body byte sent."""
     blocks: int = 0
     """Of the prefix."""
+    tokens: int = 0
+    """Of the block that is sent."""
+    evicted: bool = False
+    """Whether the object, or the first block that is missing, had been here and had to leave."""
+    asked: int = 0
+    """Addresses that were looked up."""
+    reason: str = ""
+    """Of a refusal."""
 
 
 RETRY_SECONDS = 1

@@ -44,6 +44,7 @@ from kvcdn.edge.settings import ENV_PREFIX, RELOADABLE, EdgeSettings
 from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.traffic import Traffic
+from kvcdn.edge.usage import EdgeUsage
 from kvcdn.edge.warm import Warming
 from kvcdn.errors import KvcdnError, UnavailableError, UsageError
 from kvcdn.signing import TrustList
@@ -215,10 +216,12 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
         presence = Presence(origins, cache, metrics, peers)
         status = Status(traffic, cache, origins.each, others, metrics, admission)
         administration = Administration(fetcher, presence, cache, warming, admission, metrics, status)
-        log_answers = AccessLogger.maker(metrics, traffic)
+        fetcher.usage = administration.usage = usage = EdgeUsage.of(settings.usage_file)
+        log_answers = AccessLogger.maker(metrics, traffic, usage)
         edge = Edge(fetcher, presence, cache, admission, recall, administration, admin=alone)
         edge.peers = peers
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(usage or contextlib.nullcontext())
             stack.push_async_callback(fetcher.stop)
             url = await stack.enter_async_context(_listening(settings, settings.address, edge.handle, log_answers, tls))
             admin_url = url

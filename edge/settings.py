@@ -173,6 +173,10 @@ class EdgeSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe level that is logged. Requests are logged at info."
     )
+    usage_file: Path | None = Field(
+        default=None,
+        description="Ledger, a SQLite file, of what tenants are sent (`kvcdn usage`). Without it, none is kept.",
+    )
     ready_file: Path | None = Field(
         default=None, description="Written, once the edge accepts connections, with its URL: for whoever started it."
     )

@@ -160,6 +160,10 @@ class DiskCache:
         entry = self._entries.get(key)
         return None if entry is None else entry.size
 
+    def has_evicted(self, key: str) -> bool:
+        """Whether an object was here, had to leave, and is not back; long ago is forgotten."""
+        return self._eviction.evicted(key)
+
     def snapshot(self) -> list[str]:
         """The keys of all cached objects, as of now."""
         return list(self._entries)

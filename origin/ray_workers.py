@@ -31,6 +31,7 @@ from kvcdn.origin.jobs import Job
 from kvcdn.origin.queue import ClaimLostError, JobQueue
 from kvcdn.origin.ray_environment import LOOPBACK
 from kvcdn.origin.service_settings import ServiceSettings
+from kvcdn.origin.usage import OriginUsage
 from kvcdn.signing import SigningKey, TrustList
 
 IDLE_SECONDS = 0.2
@@ -58,7 +59,7 @@ OBJECT_STORE_BYTES = 80 * 1000**2
 
 _OF_THE_SERVICE = {
     *("token", "token_file", "tls_cert", "tls_key", "ready_file"),
-    *("key_file", "key_passphrase_file", "trust_file", "queue_file"),
+    *("key_file", "key_passphrase_file", "trust_file", "queue_file", "usage_file"),
 }
 """Settings that no other machine needs to know."""
 
@@ -69,8 +70,14 @@ class Seat:
     """The place of one actor. `run` in a thread of its own, until `stop` is set."""
 
     def __init__(
-        self, settings: ServiceSettings, queue: JobQueue, keys: tuple[SigningKey, TrustList], stop: threading.Event
+        self,
+        settings: ServiceSettings,
+        queue: JobQueue,
+        keys: tuple[SigningKey, TrustList],
+        stop: threading.Event,
+        usage: OriginUsage | None = None,
     ) -> None:
+        self._usage = usage
         self._settings, self._queue, (self._key, self._trust), self._stop = settings, queue, keys, stop
 
     def run(self) -> None:
@@ -125,7 +132,10 @@ class Seat:
             if job is None:
                 self._stop.wait(IDLE_SECONDS)
             else:
-                self._do(actor, job).tell(self._queue, job)
+                outcome = self._do(actor, job)
+                outcome.tell(self._queue, job)
+                if self._usage is not None:
+                    self._usage.tried(outcome, job.tenant)
 
     def _do(self, actor: Any, job: Job) -> Outcome:
         """Has a job done. Raises RayError where the actor is gone, with the job."""
@@ -159,7 +169,7 @@ def main() -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     settings = ServiceSettings.model_validate_json(sys.stdin.readline())
     stop = threading.Event()
-    queue, keys = settings.open_queue(), settings.open_keys()
+    queue, keys, usage = settings.open_queue(), settings.open_keys(), OriginUsage.of(settings.usage_file)
     for name in [name for name in os.environ if "PASSPHRASE" in name]:
         del os.environ[name]  # what Ray starts has the rest of it
     _connect(settings)
@@ -171,13 +181,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to pass on
     threading.Thread(target=_await_end, args=(stop,), name="kvcdn-service", daemon=True).start()
     seats = [
-        threading.Thread(target=Seat(settings, queue, keys, stop).run, name=f"kvcdn-seat-{number}")
+        threading.Thread(target=Seat(settings, queue, keys, stop, usage).run, name=f"kvcdn-seat-{number}")
         for number in range(settings.workers)
     ]
     for seat in seats:
         seat.start()
     for seat in seats:
         seat.join()
+    if usage is not None:
+        usage.close()
     ray.shutdown()
     queue.close()
 

@@ -123,6 +123,9 @@ class ServiceSettings(BaseSettings):
         le=3600,
         description="How long workers may take to end the block in hand once they are told to stop.",
     )
+    usage_file: Path | None = Field(
+        default=None, description="Ledger, a SQLite file, of what tenants publish (`kvcdn usage`). Without it, none is kept."
+    )
     ready_file: Path | None = Field(default=None, description="Written with the URL once the service accepts connections.")
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from kvcdn.origin.jobs import Job
 from kvcdn.origin.publish import PublishProgress
 from kvcdn.origin.queue import JobQueue
 from kvcdn.origin.service_settings import ServiceSettings
+from kvcdn.origin.usage import OriginUsage
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
 
@@ -40,8 +41,16 @@ PROGRESS_SECONDS = 0.5
 class Worker:
     """Works on jobs until `stop` is set."""
 
-    def __init__(self, settings: ServiceSettings, queue: JobQueue, store: BlobStore, key: SigningKey, trust: TrustList) -> None:
-        self._settings, self._queue = settings, queue
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        queue: JobQueue,
+        store: BlobStore,
+        key: SigningKey,
+        trust: TrustList,
+        usage: OriginUsage | None = None,
+    ) -> None:
+        self._settings, self._queue, self._usage = settings, queue, usage
         self._publisher = JobPublisher(settings, store, key, trust)
         self.stop = threading.Event()
 
@@ -59,6 +68,8 @@ class Worker:
         with self._alive(job):
             outcome = attempt(job.id, lambda: self._publish(job))
         outcome.tell(self._queue, job)
+        if self._usage is not None:
+            self._usage.tried(outcome, job.tenant)
 
     def _publish(self, job: Job) -> dict[str, object]:
         told = 0.0
@@ -101,7 +112,8 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     settings = ServiceSettings.model_validate_json(sys.stdin.readline())
     queue = settings.open_queue()
-    worker = Worker(settings, queue, settings.open_store(), *settings.open_keys())
+    usage = OriginUsage.of(settings.usage_file)
+    worker = Worker(settings, queue, settings.open_store(), *settings.open_keys(), usage)
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         worker.stop.set()
@@ -110,6 +122,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to pass on
     threading.Thread(target=_await_end, args=(worker,), name="kvcdn-service", daemon=True).start()
     worker.run()
+    if usage is not None:
+        usage.close()
     queue.close()
 
 

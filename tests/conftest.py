@@ -35,7 +35,7 @@ def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     home = tmp_path_factory.mktemp("home")
     for variable in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(variable, str(home / variable.lower()))
-    for variable in ("KVCDN_ORIGIN", "KVCDN_EDGE", "KVCDN_TOKEN", "KVCDN_LOCAL_CAPACITY"):
+    for variable in ("KVCDN_ORIGIN", "KVCDN_EDGE", "KVCDN_TOKEN", "KVCDN_LOCAL_CAPACITY", "KVCDN_USAGE"):
         monkeypatch.delenv(variable, raising=False)
     # Tests of fetching fetch, again and again; those of the local store say so.
     monkeypatch.setenv("KVCDN_LOCAL", "0")

@@ -22,6 +22,7 @@ from kvcdn.cli.options import (
     Precisions,
     Token,
     TrustFile,
+    UsageFile,
     open_source,
     quiet_libraries,
     trust_list,
@@ -50,6 +51,7 @@ def ask(
     deadline: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds to the first token, to be met if it can be.")
     ] = None,
+    usage: UsageFile = None,
     *,
     local: Local = True,
     chat: Chat = False,
@@ -69,6 +71,8 @@ def ask(
 
     options: dict[str, Any] = {"trust": trusted, "namespace": namespace, "precision": precision, "max_kl": max_kl}
     options |= {"mode": mode.value, "deadline": deadline}
+    if usage is not None:
+        options["usage"] = usage
     if not local:
         options["local_store"] = None
     with Client.load(model, source, device=device, adapters=adapter or (), **options) as client:

@@ -35,6 +35,7 @@ from kvcdn.cli import (
     token,
     trust,
     upkeep,
+    usage,
     verify,
     warm,
 )
@@ -81,6 +82,7 @@ app.command()(demo.demo)
 app.command()(economics.economics)
 app.add_typer(journal.app, name="journal")
 app.command()(simulate.simulate)
+app.command()(usage.usage)
 app.add_typer(trust.app, name="trust")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")

@@ -57,6 +57,10 @@ Local = Annotated[
     bool, typer.Option("--local/--no-local", help="Look into the local store, and keep there what is fetched (kvcdn cache).")
 ]
 KeyFile = Annotated[Path | None, typer.Option("--key", help="Signing key (PEM) to use in place of yours.")]
+UsageFile = Annotated[
+    Path | None,
+    typer.Option("--usage", envvar="KVCDN_USAGE", help="Ledger, a SQLite file, to count in (kvcdn usage); made if need be."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ from kvcdn.cli.options import (
     Origin,
     Token,
     TrustFile,
+    UsageFile,
     open_origin,
     quiet_libraries,
     signing_key,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kvcdn.origin.publish import Publisher, PublishProgress, PublishResult
     from kvcdn.origin.settings import PublisherSettings
     from kvcdn.origin.sources import Document
+    from kvcdn.origin.usage import OriginUsage
     from kvcdn.signing import SigningKey
 
 _SECONDS_PER_DAY = 86400
@@ -80,6 +82,7 @@ def publish(
     window: Annotated[
         str | None, typer.Option(help="With --service: hours of UTC in which it may begin, such as 22:00-06:00.")
     ] = None,
+    usage: UsageFile = None,
     *,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="With --service: wait until it is published.")] = True,
     chat: Chat = False,
@@ -101,6 +104,7 @@ def publish(
     from kvcdn.keyring import load_namespace  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.origin.settings import load_settings  # noqa: PLC0415
     from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415
+    from kvcdn.origin.usage import OriginUsage  # noqa: PLC0415
 
     options = {"model": model, "origin": origin, "endpoint": endpoint, "namespace": namespace, "label": label, "days": days}
     quality = {"precision": precision, "min_quality": min_quality}
@@ -110,21 +114,25 @@ def publish(
     # The first document is read before anything slow happens.
     first = _readable(sources[0], read_document, only=len(sources) == 1)
     space = load_namespace(settings.namespace)
+    ledger = None if usage is None or dry_run else OriginUsage(usage)
     if dry_run:
         handle = _estimator(_load(settings), settings, space, chat=chat, as_json=as_json)
     else:
         publisher = _publisher(_load(settings), settings, space)
         expires = int(time.time()) + settings.days * _SECONDS_PER_DAY if settings.days else None
-        handle = _publishing(publisher, settings, expires, chat=chat, as_json=as_json)
+        handle = _publishing(publisher, settings, expires, ledger, chat=chat, as_json=as_json)
     failures = []
-    for name in sources:
-        try:
-            handle(first if first and name == sources[0] else read_document(name))
-        except KvcdnError as error:
-            if len(sources) == 1:
-                raise
-            print_error(error, as_json=as_json)
-            failures.append(error)
+    with nullcontext() if ledger is None else ledger:
+        for name in sources:
+            try:
+                handle(first if first and name == sources[0] else read_document(name))
+            except KvcdnError as error:
+                if ledger is not None:
+                    ledger.failed()
+                if len(sources) == 1:
+                    raise
+                print_error(error, as_json=as_json)
+                failures.append(error)
     if failures:
         note(f"kvcdn: {len(failures)} of {len(sources)} documents were not published")
         raise typer.Exit(failures[0].exit_code)
@@ -196,7 +204,13 @@ def _signer(settings: PublisherSettings) -> SigningKey:
 
 
 def _publishing(
-    publisher: Publisher, settings: PublisherSettings, expires: int | None, *, chat: bool, as_json: bool
+    publisher: Publisher,
+    settings: PublisherSettings,
+    expires: int | None,
+    ledger: OriginUsage | None,
+    *,
+    chat: bool,
+    as_json: bool,
 ) -> Callable[[Document], None]:
     def handle(document: Document) -> None:
         token_ids = encode_document(publisher.loaded, document, chat=chat)
@@ -209,6 +223,8 @@ def _publishing(
                 expires=expires,
                 progress=progress,
             )
+        if ledger is not None:
+            ledger.published(result.to_json())
         if as_json:
             print_json({"document": document.name, **result.to_json()})
         else:

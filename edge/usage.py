@@ -1,0 +1,113 @@
+"""Usage: what an edge counts of its answers and fills, for a ledger (FORMAT.md section 14)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from aiohttp import web
+
+from kvcdn.access.guard import LOCAL
+from kvcdn.accounting.entry import HEADER, Key, Outcome, Part, hour_of, read_tie
+from kvcdn.accounting.ledger import Ledger
+from kvcdn.accounting.recorder import Recorder
+from kvcdn.edge.admission import TENANT
+from kvcdn.edge.guard import PEER
+from kvcdn.edge.outcome import CacheOutcome, Refusal
+from kvcdn.edge.peers import PEER_HEADER
+from kvcdn.edge.target import Kind, ObjectName
+
+if TYPE_CHECKING:
+    from kvcdn.edge.fill import Fill
+    from kvcdn.edge.respond import Note
+
+FLUSH_SECONDS = 1.0
+"""How long counts wait in memory: what is lost of an edge that is killed, beside the answers that it had not ended."""
+
+_BODIES = (200, 206)
+
+_FIRST = re.compile(r"bytes 0-")
+
+_ROUTES = frozenset(("object", "match"))
+
+
+class EdgeUsage:
+    """Counts for the ledger at `path`. `answered` is for the event loop's thread, and takes some microseconds."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises what opening a ledger raises."""
+        self._recorder = Recorder(path, Part.EDGE, flush_s=FLUSH_SECONDS)
+
+    @classmethod
+    def of(cls, path: Path | None) -> Self | None:
+        """For the ledger at `path`; None without one."""
+        return None if path is None else cls(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def answered(self, request: web.BaseRequest, response: web.StreamResponse, note: Note, sent: int) -> None:
+        """An answer has ended, be it whole or cut off after `sent` bytes of its body."""
+        if note.route not in _ROUTES:
+            return
+        prompt, document = read_tie(request.headers.get(HEADER))
+        tenant = request.get(TENANT, "")
+        key = Key(Part.EDGE, hour_of(), tenant, "", document, prompt, Outcome.MATCHED, reason=str(note.reason))
+        if note.route == "match":
+            counts = {
+                "matches": 1,
+                "blocks_asked": note.asked,
+                "blocks_matched": note.blocks,
+                "blocks_evicted": int(note.evicted),
+            }
+        else:
+            name = ObjectName.from_path(request.rel_url.raw_path)
+            good = response.status in _BODIES
+            key = key._replace(model="" if name is None else str(name.tag), outcome=_outcome(note))
+            # A block counts with the answer that sends its first byte: readers begin there, and take up elsewhere.
+            whole = response.status == 200 or bool(_FIRST.match(response.headers.get("Content-Range", "")))  # noqa: PLR2004 - HTTP's
+            if _is_peer(request, tenant):
+                # What it asks for is for readers of its own, who are counted there.
+                self._recorder.add(key, {"requests_peers": 1, "bytes_peers": sent if good else 0})
+                return
+            begins = bool(good and sent and whole and name is not None and name.kind is Kind.BLOCK)
+            counts = {
+                "requests": 1,
+                "bytes_sent": sent if good else 0,
+                "blocks_served": int(begins),
+                "tokens_served": note.tokens if begins else 0,
+                "blocks_evicted": int(note.evicted and not good),
+            }
+        self._recorder.add(key, {name: count for name, count in counts.items() if count})
+
+    def filled(self, fill: Fill, refusal: Refusal | None) -> None:
+        """A fill has ended, with the object or with `refusal`."""
+        outcome, reason = (Outcome.FILLED, "") if refusal is None else (Outcome.FAILED, str(refusal.reason))
+        size = fill.size if refusal is None else fill.verified
+        key = Key(Part.EDGE, hour_of(), "", str(fill.name.tag), "", "", outcome, reason=reason)
+        asked, came = ("peer_requests", "peer_bytes") if fill.from_peer else ("origin_requests", "origin_bytes")
+        self._recorder.add(key, {asked: 1 + fill.resumes, **({came: size} if size else {})})
+
+    def ledger(self) -> Ledger:
+        """The ledger, with everything in it that was counted so far. Blocks."""
+        self._recorder.flush()
+        return Ledger(self._recorder.path, create=False)
+
+    def close(self) -> None:
+        """Writes down what is left."""
+        self._recorder.close()
+
+
+def _is_peer(request: web.BaseRequest, tenant: str) -> bool:
+    """Whether an edge of the same site asks; who is not known by the peers' token, or on loopback, cannot say so."""
+    return tenant == PEER.tenant or (tenant == LOCAL.tenant and PEER_HEADER in request.headers)
+
+
+def _outcome(note: Note) -> Outcome:
+    if note.cache is CacheOutcome.MISS and note.evicted:
+        return Outcome.EVICTED
+    return Outcome.REFUSED if note.cache is CacheOutcome.NONE else Outcome(note.cache.value)

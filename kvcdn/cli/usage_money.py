@@ -1,0 +1,128 @@
+"""What `kvcdn usage` says of money: costs at list prices, and bills by tariff."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from decimal import Decimal
+from pathlib import Path
+
+from kvcdn.accounting.books import Books
+from kvcdn.accounting.costs import Cost, Prices
+from kvcdn.accounting.entry import HOUR_SECONDS
+from kvcdn.accounting.invoice import bill
+from kvcdn.accounting.tariff import TariffBook
+from kvcdn.cli.output import note, print_json
+from kvcdn.economics.case import hourly
+from kvcdn.economics.checks import known, number
+from kvcdn.economics.pricebook import PriceBook
+from kvcdn.errors import NotFoundError, UsageError
+
+MAX_FILE_BYTES = 1 << 20
+
+SHOWN_DECIMALS = 4
+"""Of dollars, for people."""
+
+
+class Export(enum.StrEnum):
+    """Forms of bills."""
+
+    CSV = "csv"
+    JSON = "json"
+
+
+def read_prices(
+    store: str | None, delivery: str | None, device: str | None, gpu_hour: float | None, path: Path | None
+) -> Prices:
+    """The prices that options name, by default S3's, of edges of one's own, of an H100. Raises UsageError, NotFoundError."""
+    book = PriceBook.presets()
+    if path is not None:
+        book = book.with_toml(read_text(path), str(path))
+    chosen = known("device", device or "h100", book.devices)
+    hour, source = hourly(chosen, gpu_hour)
+    return Prices(
+        known("store", store or "s3", book.stores),
+        known("delivery", delivery or "own", book.deliveries),
+        number("--gpu-hour", hour),
+        f"{chosen.name}: {source}",
+    )
+
+
+def read_tariff(path: Path | None) -> TariffBook:
+    """The tariffs at `path`. Raises UsageError, NotFoundError."""
+    if path is None:
+        raise UsageError("--export needs --tariff FILE", hint="infra/tariff.toml is a commented sample")
+    return TariffBook.of_toml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """A small file. Raises NotFoundError, UsageError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise UsageError(f"{path} is larger than {MAX_FILE_BYTES:,} bytes")
+        return data.decode("utf-8")
+    except FileNotFoundError:
+        raise NotFoundError(f"no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+
+
+def show_bills(books: Books, book: TariffBook, first: int | None, last: int | None, *, as_csv: bool) -> None:
+    """Bills for the hours from `first` to before `last`, by default those in which anything was counted."""
+    hours = [entry.key.hour for entry in books]
+    if not hours and (first is None or last is None):
+        raise NotFoundError("nothing was counted", hint="name the period with --from and --to")
+    first = min(hours) if first is None else first
+    last = max(hours) + 1 if last is None else last
+    if last <= first:
+        raise UsageError("the period ends before it begins", hint="--from comes before --to")
+    found = bill(books, book, first, last)
+    if as_csv:
+        sys.stdout.write(found.to_csv())
+        sys.stdout.flush()
+    else:
+        print_json(found.to_json())
+    for tenant in found.unbilled:
+        who = tenant or "what is on nobody's account"
+        note(f"kvcdn: {who} has counts and no tariff")
+    days = Decimal(last - first) * HOUR_SECONDS / 86400
+    note(f"{len(found.invoices)} bills, {found.total} {book.currency} together, for {last - first:,} hours ({days:.1f} days)")
+
+
+def cost_pairs(cost: Cost, prices: Prices) -> list[tuple[str, str]]:
+    """Names and amounts for people."""
+    return [
+        (
+            "edges' traffic",
+            f"{dollars(cost.edge_traffic)} at {prices.delivery.egress_usd_per_gb} USD/GB ({prices.delivery.name})",
+        ),
+        (
+            "origin's traffic",
+            f"{dollars(cost.origin_traffic)} at {prices.store.egress_usd_per_gb} USD/GB ({prices.store.name})",
+        ),
+        ("origin's requests", dollars(cost.origin_requests)),
+        ("publishing", f"{dollars(cost.publishing)} ({prices.device})"),
+        ("prefill saved", f"{dollars(cost.saved)} of that device's time"),
+        ("net", f"{dollars(cost.net)} {'saved' if cost.net >= 0 else 'lost'}, storage by the month not counted"),
+    ]
+
+
+def cost_table(found: list[tuple[str, Cost]], heading: str) -> tuple[list[str], list[list[str]]]:
+    """The same by rows."""
+    headings = [heading, "edge traffic", "origin traffic", "origin requests", "publishing", "prefill saved", "net"]
+    return headings, [
+        [
+            name,
+            *map(
+                dollars, (cost.edge_traffic, cost.origin_traffic, cost.origin_requests, cost.publishing, cost.saved, cost.net)
+            ),
+        ]
+        for name, cost in found
+    ]
+
+
+def dollars(amount: Decimal) -> str:
+    """For people: rounded; --json has it whole."""
+    return f"{amount:,.{SHOWN_DECIMALS}f} USD"
