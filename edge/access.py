@@ -11,6 +11,7 @@ from aiohttp.abc import AbstractAccessLogger
 from kvcdn.edge.admission import TENANT
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.respond import Note
+from kvcdn.edge.tracing import SPAN, Span
 from kvcdn.edge.traffic import Traffic
 from kvcdn.edge.usage import EdgeUsage
 
@@ -43,6 +44,9 @@ class AccessLogger(AbstractAccessLogger):
         self._traffic.count(note, response.status, size, tenant)
         if self._usage is not None:
             self._usage.answered(request, response, note, size)
+        span = request.get(SPAN)
+        if span is not None:
+            _end(span, request.method, note, response.status, size, tenant)
         if access_log.isEnabledFor(logging.INFO):
             line = {
                 "method": request.method,
@@ -55,3 +59,10 @@ class AccessLogger(AbstractAccessLogger):
                 "cache": note.cache,
             }
             access_log.info("request", extra={"fields": line})
+
+
+def _end(span: Span, method: str, note: Note, status: int, size: int, tenant: str) -> None:
+    """Says in the span what the line says."""
+    span.set(http__request__method=method, http__response__status_code=status, http__response__body__size=size)
+    span.set(tenant=tenant, route=note.route, object=note.subject, cache=note.cache)
+    span.end(f"{method} {note.route}", str(status) if status >= 500 else "")  # noqa: PLR2004 - HTTP's own

@@ -34,6 +34,7 @@ from kvcdn.edge.staging import DISK_FULL, Staging
 from kvcdn.edge.storage import DiskCache, Harm, OpenEntry
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
+from kvcdn.edge.tracing import SpanKind, Tracing, begin
 from kvcdn.edge.usage import EdgeUsage
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
 from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, UnavailableError
@@ -113,6 +114,7 @@ class Fetcher:
         self._places = asyncio.Semaphore(RUNNING_FILLS)
         self._lodgings = Lodgings(cache, self._guests)
         self._stopping = Event()
+        self.tracing: Tracing | None = None
 
     async def get(self, name: ObjectName, *, direct: bool = False) -> Found | Refused:
         """The object, or why there is none; `direct` for a peer, so that no peers are asked.
@@ -226,6 +228,10 @@ class Fetcher:
 
     async def _run(self, fill: Fill) -> None:
         self._metrics.fills_running.inc()
+        # In the trace, and under the id, of the request that began it.
+        span = begin(self.tracing, "fill", SpanKind.INTERNAL, object=fill.name.short)
+        span.follow()
+        refusal: Refusal | None = Refusal(Reason.INTERNAL, "")
         try:
             refusal = await self._attempt(fill)
             if refusal is not None:
@@ -233,6 +239,8 @@ class Fetcher:
             if self.usage is not None:
                 self.usage.filled(fill, refusal)
         finally:
+            span.set(size=fill.size, outcome=_KEPT[fill.stored] if refusal is None else refusal.reason)
+            span.end(error="" if refusal is None or refusal.reason is Reason.NOT_FOUND else refusal.reason)
             fill.abandon()
             self._metrics.fills_running.dec()
             self._leave(fill)
@@ -333,6 +341,8 @@ class Fetcher:
         """`origin` is asked for an object."""
         (self._metrics.origin_requests.labels("get") if origin.authority else self._metrics.peer_requests).inc()
 
+
+_KEPT = {True: "stored", False: "passed"}
 
 _DISK_WORDS = {Reason.DISK_FULL: "is full", Reason.DISK_ERROR: "failed"}
 

@@ -19,6 +19,9 @@ QUEUED_LINES = 10_000
 
 ROOT = "kvcdn"
 
+_TRACER = "opentelemetry"
+"""What it has to say is that spans are lost."""
+
 
 class JsonFormatter(logging.Formatter):
     """One JSON object a record: time, level, logger, event, the request it was for, and the fields given with it."""
@@ -68,24 +71,26 @@ class _NoBadRequests(logging.Filter):
 
 @contextlib.contextmanager
 def logging_to_stderr(level: str) -> Iterator[None]:
-    """While it lasts, what kvcdn's loggers have to say at `level` or above goes to standard error."""
+    """While it lasts, what kvcdn's loggers say at `level` or above goes to standard error; so do the tracer's warnings."""
     lines: queue.Queue[logging.LogRecord] = queue.Queue(QUEUED_LINES)
     handler = _BoundedHandler(lines)
     handler.addFilter(_NoBadRequests())
     writer = logging.StreamHandler(sys.stderr)
     writer.setFormatter(JsonFormatter())
     listener = QueueListener(lines, writer)
-    root = logging.getLogger(ROOT)
-    before = root.level, root.propagate
-    root.setLevel(level.upper())
-    root.propagate = False
-    root.addHandler(handler)
+    heard = {logging.getLogger(ROOT): level.upper(), logging.getLogger(_TRACER): "WARNING"}
+    before = {logger: (logger.level, logger.propagate) for logger in heard}
+    for logger, least in heard.items():
+        logger.setLevel(least)
+        logger.propagate = False
+        logger.addHandler(handler)
     listener.start()
     try:
         yield
     finally:
-        root.removeHandler(handler)
-        root.level, root.propagate = before
+        for logger, (least_before, propagate) in before.items():
+            logger.removeHandler(handler)
+            logger.level, logger.propagate = least_before, propagate
         listener.stop()
         if handler.dropped:
             sys.stderr.write(f'{{"event":"log lines dropped","count":{handler.dropped}}}\n')

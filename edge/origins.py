@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TypeVar
 
 from kvcdn.edge.breaker import Breaker
 from kvcdn.edge.latency import Latency
+from kvcdn.edge.tracing import Span, SpanKind, Tracing, begin
 from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, RevokedError, UnavailableError
 from kvcdn.store import BlobInfo, BlobStore
+from kvcdn.stores.span import begun
 
 T = TypeVar("T")
 
@@ -42,6 +44,7 @@ class Origin:
         self._breaker, self._lock = Breaker(), Lock()
         self.latency = {"get": Latency(), "stat": Latency()}
         """Until the head of an answer was here, by what was asked; that there is no such object is an answer."""
+        self.tracing: Tracing | None = None
         self.accused = 0
         """How often something that it sent failed a check."""
 
@@ -73,12 +76,31 @@ class Origin:
     def stat(self, key: str) -> BlobInfo | None:
         """As a store's. Raises UnavailableError, at once while the origin rests."""
         self._admit()
-        return self._watched(lambda: self._store.stat(key), self.latency["stat"], told=True)
+        span = self._span("stat")
+        try:
+            with span.within():
+                found = self._watched(lambda: self._store.stat(key), self.latency["stat"], told=True)
+        except KvcdnError as error:
+            span.end(error="" if isinstance(error, NotFoundError) else type(error).__name__)
+            raise
+        span.end()
+        return found
 
     def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
         """The object's pieces from `start`; a generator. Raises, at the call, NotFoundError and UnavailableError."""
         self._admit()
-        return self._pieces(self._watched(lambda: self._store.stream(key, start), self.latency["get"], told=False))
+        span = self._span("get")
+        try:
+            with span.within():
+                pieces = self._watched(lambda: self._store.stream(key, start), self.latency["get"], told=False)
+        except KvcdnError as error:
+            span.end(error="" if isinstance(error, NotFoundError) else type(error).__name__)
+            raise
+        return begun(self._pieces(pieces, span))
+
+    def _span(self, operation: str) -> Span:
+        kind = "origin" if self.authority else "peer"
+        return begin(self.tracing, f"{kind} {operation}", SpanKind.CLIENT, origin=self.url)
 
     def _admit(self) -> None:
         with self._lock:
@@ -103,17 +125,22 @@ class Origin:
             self._note(good=True)
         return answer
 
-    def _pieces(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """`pieces`; how they end says how the origin is, for one that breaks every body begins each well."""
-        good = True
+    def _pieces(self, pieces: Iterator[bytes], span: Span) -> Generator[bytes, None, None]:
+        """`pieces`, behind a dummy; how they end says how the origin is, for one that breaks every body begins each well."""
+        good, size = True, 0
         try:
-            yield from pieces
+            yield b""
+            for piece in pieces:
+                size += len(piece)
+                yield piece
         except UnavailableError:
             good = False
             raise
         finally:
             close_pieces(pieces)
             self._note(good=good)
+            span.set(bytes=size)
+            span.end(error="" if good else UnavailableError.__name__)
 
     def _note(self, *, good: bool) -> None:
         with self._lock:

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from kvcdn.edge.tracing import SPAN, SpanKind, Tracing
 from kvcdn.trail import REQUEST_ID, Trail, follow
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-def on_its_trail(handle: Handler) -> Handler:
-    """`handle`, run for the trail that a request brings, or a new one.
+def on_its_trail(handle: Handler, tracing: Tracing | None = None) -> Handler:
+    """`handle`, run for the trail that a request brings, or a new one, in a span where there is tracing.
 
     Each request has a task of its own, up to its line in the log: nothing of the trail is left for the next.
     """
@@ -21,6 +22,9 @@ def on_its_trail(handle: Handler) -> Handler:
         given = request.headers
         trail = Trail.of(given.get(REQUEST_ID), given.get("traceparent"), given.get("tracestate"))
         follow(trail)
+        if tracing is not None:
+            span = request[SPAN] = tracing.begin("request", SpanKind.SERVER)
+            span.follow()
         response = await handle(request)
         response.headers[REQUEST_ID] = trail.request_id
         return response

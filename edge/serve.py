@@ -31,18 +31,20 @@ from kvcdn.edge.fetch import Fetcher
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
-from kvcdn.edge.origins import Origins
+from kvcdn.edge.origins import Origin, Origins
 from kvcdn.edge.peers import Peers
 from kvcdn.edge.pins import Pins
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.recall import Recall
-from kvcdn.edge.requests import on_its_trail
+from kvcdn.edge.requests import Handler, on_its_trail
 from kvcdn.edge.respond import FileResponse
 from kvcdn.edge.revocations import KeptLists, Revoked, Watch
 from kvcdn.edge.scrub import Scrub
 from kvcdn.edge.settings import ENV_PREFIX, RELOADABLE, EdgeSettings
 from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.threads import in_thread
+from kvcdn.edge.tracing import Tracing, open_tracing, require_tracing
 from kvcdn.edge.traffic import Traffic
 from kvcdn.edge.usage import EdgeUsage
 from kvcdn.edge.warm import Warming
@@ -151,6 +153,7 @@ def check(settings: EdgeSettings) -> None:
     Guard.of(settings)
     trust_list(settings.trust_file)
     tls_context(settings)
+    require_tracing(settings)
 
 
 async def _serve_until_signal(
@@ -192,20 +195,20 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
     """An edge of `settings` before `stores`, which are asked in this order, in the running loop. Raises as `run`."""
     Guard.of(settings)
     trust, tls = trust_list(settings.trust_file), tls_context(settings)
+    tracing = open_tracing(settings)
     metrics, traffic = Metrics(), Traffic()
     traffic.apply(settings.speeds_by_tag)
     origins = Origins(stores)
     cache = DiskCache(settings.cache_dir, settings.capacity, settings.quarantine)
     try:
         admission = Admission(settings)
-        by_place = {str(place): origin for place, origin in enumerate(origins.each)}
-        metrics.watch(CacheCollector(cache), OriginCollector("origin", by_place), TrafficCollector(traffic, admission.name_of))
+        metrics.watch(CacheCollector(cache), TrafficCollector(traffic, admission.name_of))
         kept = KeptLists(cache.folder / "revocations")
         revoked = Revoked(trust, kept.load(trust) if trust else None)
         peers = site(settings)
         others = [] if peers is None else [peer.origin for peer in peers.each]
+        _observe(origins.each, others, metrics, tracing)
         if peers is not None:
-            metrics.watch(OriginCollector("peer", {peer.url: peer for peer in others}))
             peers.use_token(admission.guard.peer_token)
         fetcher = Fetcher(origins, cache, revoked, metrics, peers)
         recall = Recall(revoked, cache, fetcher)
@@ -220,14 +223,19 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
         log_answers = AccessLogger.maker(metrics, traffic, usage)
         edge = Edge(fetcher, presence, cache, admission, recall, administration, admin=alone)
         edge.peers = peers
+        fetcher.tracing = tracing
+
+        def listening(address: ListenAddress, handle: Handler) -> contextlib.AbstractAsyncContextManager[str]:
+            return _listening(settings, address, on_its_trail(handle, tracing), log_answers, tls)
+
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(usage or contextlib.nullcontext())
+            if tracing is not None:
+                stack.push_async_callback(in_thread, tracing.close)
             stack.push_async_callback(fetcher.stop)
-            url = await stack.enter_async_context(_listening(settings, settings.address, edge.handle, log_answers, tls))
-            admin_url = url
+            url = admin_url = await stack.enter_async_context(listening(settings.address, edge.handle))
             if settings.admin_address is not None:
-                listening = _listening(settings, settings.admin_address, edge.handle_admin, log_answers, tls)
-                admin_url = await stack.enter_async_context(listening)
+                admin_url = await stack.enter_async_context(listening(settings.admin_address, edge.handle_admin))
             await stack.enter_async_context(recall.running())
             await stack.enter_async_context(warming.running())
             watch = Watch(revoked, origins, kept, settings.revocation_poll_seconds, recall.recall)
@@ -238,6 +246,15 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, watch, traffic, tls, peers)
     finally:
         cache.close()
+
+
+def _observe(origins: Sequence[Origin], peers: Sequence[Origin], metrics: Metrics, tracing: Tracing | None) -> None:
+    """Has metrics show, and spans tell, what is asked of others."""
+    metrics.watch(OriginCollector("origin", {str(place): origin for place, origin in enumerate(origins)}))
+    if peers:
+        metrics.watch(OriginCollector("peer", {peer.url: peer for peer in peers}))
+    for asked in (*origins, *peers):
+        asked.tracing = tracing
 
 
 @contextlib.asynccontextmanager
@@ -280,7 +297,7 @@ def _server(
     settings: EdgeSettings, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], log_answers: LoggerMaker
 ) -> web.Server:
     return web.Server(
-        on_its_trail(handle),
+        handle,
         access_log=access_log,
         access_log_class=log_answers,
         logger=log,

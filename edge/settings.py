@@ -55,6 +55,14 @@ def _checked_peer(url: str) -> str:
 
 _PeerUrl = Annotated[str, Field(max_length=MAX_URL_CHARACTERS), AfterValidator(_checked_peer)]
 
+
+def _checked_endpoint(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError("it looks like http://127.0.0.1:4318/v1/traces, without a user name")
+    return url
+
+
 _Rate = Annotated[float, Field(gt=0, le=1e9)]
 
 _Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
@@ -151,6 +159,12 @@ class EdgeSettings(BaseSettings):
     )
     admin_listen: Annotated[str | None, AfterValidator(lambda text: text and _checked_listen(text))] = Field(
         default=None, description="HOST:PORT of metrics and administration. Without it they are where objects are."
+    )
+    otlp_endpoint: Annotated[str | None, AfterValidator(lambda url: url and _checked_endpoint(url))] = Field(
+        default=None, description="Where traces go: the URL of an OTLP/HTTP receiver. Needs the extra `otel`."
+    )
+    trace_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="The part of traces that begin here to send; others go as their callers' do."
     )
     keepalive_seconds: float = Field(
         default=15.0,
