@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -171,8 +172,11 @@ class _Lossy:
         tokens = slice(name.start, name.end)
         encoded = self._encoder.encode(tensor_bytes(self._exact[layer][tensor][tokens]), layer, tensor, name)
         place = tensor_bytes(self.decoded[layer][tensor][tokens])
-        place[:] = encoded.decoded if isinstance(encoded, Encoded) else encoded
-        return encoded
+        if not isinstance(encoded, Encoded):
+            place[:] = encoded
+            return encoded
+        place[:] = encoded.decoded
+        return replace(encoded, decoded=place)  # the same bytes: they are there once
 
     def _places(self, layer: int, start: int, end: int) -> Sequence[torch.Tensor]:
         return [tensor[start:end] for tensor in self.decoded[layer]]

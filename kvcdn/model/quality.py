@@ -25,6 +25,9 @@ Kv = Sequence[Sequence[torch.Tensor]]
 CONTINUATION_TOKENS = 256
 """Positions over which distributions are compared: the mean divergence over fewer depends on which they are."""
 
+_PIECE_TOKENS = 32
+"""Positions compared at a time: of a large vocabulary, all at once would be several times the KV."""
+
 GREEDY_TOKENS = 32
 
 LEAST_TOKENS = 16
@@ -79,8 +82,11 @@ class Judge:
         return self._compare(self._read_tail(kv))
 
     def _compare(self, other: torch.Tensor) -> Divergence:
-        exact = self._exact
-        return Divergence((exact.exp() * (exact - other)).sum(-1).clamp_min(0), exact.argmax(-1) == other.argmax(-1))
+        found = [
+            ((exact.exp() * (exact - read)).sum(-1).clamp_min(0), exact.argmax(-1) == read.argmax(-1))
+            for exact, read in zip(torch.split(self._exact, _PIECE_TOKENS), torch.split(other, _PIECE_TOKENS), strict=True)
+        ]
+        return Divergence(torch.cat([by_position for by_position, _ in found]), torch.cat([same for _, same in found]))
 
     def certify(self, kv: Kv) -> Certificate:
         """The certificate of `kv`. Raises UnsupportedModelError where there is nothing to be measured."""

@@ -17,10 +17,11 @@ START_SECONDS = 120
 
 @contextlib.contextmanager
 def running_origin(folder: Path, model: Path | str, **settings: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A service with one worker, whose origin and queue are in `folder`: its URL and its process. `settings` go beyond."""
+    """A service with one worker, its queue and, unless `settings` name another, its origin in `folder`: URL and process."""
     ready = folder / "ready"
     ready.unlink(missing_ok=True)
-    words = ["--model", model, "--origin", folder / "origin", "--queue", folder / "queue", "--listen", "127.0.0.1:0"]
+    words = ["--model", model, "--queue", folder / "queue", "--listen", "127.0.0.1:0"]
+    words += [] if "origin" in settings else ["--origin", folder / "origin"]
     environment = {**os.environ, "KVCDN_SERVICE_READY_FILE": str(ready), "KVCDN_SERVICE_CLAIM_SECONDS": "6"}
     environment |= {f"KVCDN_SERVICE_{name.upper()}": value for name, value in settings.items()}
     program = Path(sys.executable).with_name("kvcdn")
