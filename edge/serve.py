@@ -202,7 +202,8 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
     cache = DiskCache(settings.cache_dir, settings.capacity, settings.quarantine)
     try:
         admission = Admission(settings)
-        metrics.watch(CacheCollector(cache), TrafficCollector(traffic, admission.name_of))
+        pins = Pins(cache)
+        metrics.watch(CacheCollector(cache), PinCollector(pins), TrafficCollector(traffic, admission.name_of))
         kept = KeptLists(cache.folder / "revocations")
         revoked = Revoked(trust, kept.load(trust) if trust else None)
         peers = site(settings)
@@ -212,16 +213,13 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             peers.use_token(admission.guard.peer_token)
         fetcher = Fetcher(origins, cache, revoked, metrics, peers)
         recall = Recall(revoked, cache, fetcher)
-        pins = Pins(cache)
-        metrics.watch(PinCollector(pins))
         warming = Warming(fetcher, cache, pins)
-        alone = settings.admin_address is None
         presence = Presence(origins, cache, metrics, peers)
         status = Status(traffic, cache, origins.each, others, metrics, admission)
         administration = Administration(fetcher, presence, cache, warming, admission, metrics, status)
         fetcher.usage = administration.usage = usage = EdgeUsage.of(settings.usage_file)
         log_answers = AccessLogger.maker(metrics, traffic, usage)
-        edge = Edge(fetcher, presence, cache, admission, recall, administration, admin=alone)
+        edge = Edge(fetcher, presence, cache, admission, recall, administration, admin=settings.admin_address is None)
         edge.peers = peers
         fetcher.tracing = tracing
 
