@@ -1,9 +1,10 @@
 """Verification: that what is loaded is what was published, and how it relates to what this machine computes itself.
 
 Three different questions, never mixed: are the loaded tensors the published ones (signature, hash, AEAD, and a keyed
-digest of the raw tensors); does a local prefill on the publisher's schedule give the same bits (on the same software
-stack it does); and how far is both from one pass over the whole text (as far as any two kernels are). Of a lossy precision
-the second cannot be asked: its certificate is measured again instead.
+digest of the raw tensors); does a local prefill on the publisher's schedule give the same bits (on the same processor and
+software it does; on others, whose names anybody may claim, it must be the same but for rounding, which is measured block by
+block); and how far is both from one pass over the whole text (as far as any two kernels are). Of a lossy precision the
+second cannot be asked: its certificate is measured again instead.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Verification:
     same_stack: bool
     bit_identical: bool
     first_difference: str
+    beyond_rounding: str
+    """The first block that is not what this model computes, even on another stack; empty where none was found."""
     producer: dict[str, Any]
     prefill_seconds: float
     one_pass: Difference
@@ -76,7 +79,8 @@ class Verification:
         if self.certificate is not None and self.measured is not None:
             noise = max(self.certificate["kl_mean"], self.certificate["kl_recompute"], self.measured["kl_recompute"])
             return self.loaded_equals_published and self.measured["kl_mean"] <= _TOLERANCE * noise
-        return self.loaded_equals_published and (self.bit_identical or not self.same_stack)
+        alike = self.bit_identical or (not self.same_stack and not self.beyond_rounding)
+        return self.loaded_equals_published and alike
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "sound": self.sound}
@@ -143,6 +147,11 @@ def verify_prefix(
         progress(f"measuring the certificate of {last.precision} again")
         held = [layer.rows(0, tokens) for layer in fetch.layers]
         measured = Judge(loaded, token_ids[:tokens], prefill.rows(tokens)).certify(held)
+    same_stack = all(header.producer == loaded.producer for header in fetch.headers.values())
+    wrong = None
+    if difference and not same_stack and last.certificate is None:
+        progress("comparing each block with what is computed here, rounding allowed for")
+        wrong = _first_wrong(loaded, fetch, token_ids)
     progress(f"prefilling {tokens:,} tokens in one pass")
     producer = fetch.headers[0].producer
     return Verification(
@@ -150,9 +159,10 @@ def verify_prefix(
         tokens=tokens,
         blocks=len(published.blocks),
         loaded_equals_published=equal,
-        same_stack=all(header.producer == loaded.producer for header in fetch.headers.values()),
+        same_stack=same_stack,
         bit_identical=not difference,
         first_difference=difference,
+        beyond_rounding="" if wrong is None else wrong.detail,
         producer=producer.to_json(),
         prefill_seconds=round(seconds, 3),
         one_pass=_against_one_pass(loaded, fetch, token_ids, tokens, greedy),
@@ -213,6 +223,12 @@ def _first_difference(
                 if not first and tensor_bytes(ours) != tensor_bytes(theirs.cpu()):
                     first = f"tokens {block.start} to {block.end}, layer {index}, {part.name}"
     return first
+
+
+def _first_wrong(loaded: LoadedModel, fetch: PrefixFetch, token_ids: tuple[int, ...]) -> Audited | None:
+    """The first block that differs by more than rounding from what is computed behind those before it."""
+    audited = (audit_block(loaded, fetch.layers, one, token_ids) for one in auditable(loaded, fetch.layers, fetch.headers))
+    return next((one for one in audited if not one.passed), None)
 
 
 def _against_one_pass(

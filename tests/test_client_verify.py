@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,8 +24,11 @@ def published(tmp_path_factory):
     return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("model")), tokens=1300)
 
 
-def republish(published, change):
-    """The same document by the same trusted publisher, its tensors changed by `change(block, layer, tensor)` first."""
+def republish(published, change, **producer):
+    """The same document by the same trusted publisher, its tensors changed by `change(block, layer, tensor)` first.
+
+    `producer` are fields of who claims to have computed it.
+    """
     loaded, store = published.loaded, MemoryStore()
     names = PrefixNames.of(loaded.identity, Namespace.public(), published.token_ids)
     prefill = ScheduledPrefill(loaded.model, loaded.identity.layout, len(published.token_ids))
@@ -32,7 +37,7 @@ def republish(published, change):
             [bytes(tensor_bytes(change(name.index, layer, tensor).contiguous())) for tensor in tensors]
             for layer, tensors in enumerate(block.layers)
         ]
-        pieces = seal_block(loaded.identity, name, loaded.producer, changed, published.key)
+        pieces = seal_block(loaded.identity, name, replace(loaded.producer, **producer), changed, published.key)
         store.create(block_key(loaded.identity.tag, name.address), pieces)
     return store
 
@@ -67,6 +72,25 @@ def test_a_poisoned_cache_is_seen_and_located(published, poison):
         found = verify_prefix(client, published.token_ids, greedy=2)
     assert (True, False, False) == (found.loaded_equals_published, found.bit_identical, found.sound)
     assert "tokens 1024 to 1300, layer 2" in found.first_difference
+
+
+ELSEWHERE = {
+    "rounding": (lambda tensor: tensor * (1 + 3e-3 * torch.randn_like(tensor)), True),
+    **{name: (poison, False) for name, poison in POISONS.items()},
+}
+
+
+@pytest.mark.parametrize("difference", ELSEWHERE)
+def test_another_stack_is_no_excuse_for_more_than_rounding(published, difference):
+    """Which processor computed a block is only said: what is computed elsewhere differs by rounding, and by no more."""
+    change, sound = ELSEWHERE[difference]
+    changed = republish(
+        published, lambda block, layer, tensor: change(tensor) if (block, layer) == (1, 2) else tensor, device="cpu (another)"
+    )
+    with published.client(StoreSource(changed)) as client:
+        found = verify_prefix(client, published.token_ids, greedy=2)
+    assert (False, False, sound) == (found.same_stack, found.bit_identical, found.sound)
+    assert sound or "layer 2" in found.beyond_rounding
 
 
 def test_an_honest_republish_is_as_good_as_the_first(published):

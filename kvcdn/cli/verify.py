@@ -86,6 +86,8 @@ def verify(
     else:
         stack = "the same stack" if found.same_stack else "another stack, so a rounding difference is expected"
         bits = "bit-identical" if found.bit_identical else f"differs, first in {found.first_difference}"
+        if found.beyond_rounding:
+            bits = f"differs by more than rounding, first in {found.beyond_rounding}"
         exact = f"{bits} on the publisher's schedule ({stack})"
         apart = found.one_pass
         greedy_equal = f"{apart.greedy_equal} of {apart.greedy_total} greedy tokens equal"

@@ -19,8 +19,9 @@ from kvcdn.model.adapters import AdapterState, adapter_state, attach_adapters, b
 from kvcdn.model.checkpoint import Checkpoint, resolve_checkpoint
 from kvcdn.model.fingerprint import fingerprint_checkpoint, flat_config, relevant_config
 from kvcdn.model.probe import probe_layout
+from kvcdn.model.processor import describe_device
 from kvcdn.model.weights import require_checkpoint_weights
-from kvcdn.producer import Producer
+from kvcdn.producer import MAX_TEXT, Producer
 
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, StrictDataclassError)
 """What transformers raises for files it cannot make a model or a tokenizer of."""
@@ -58,11 +59,11 @@ class LoadedModel:
 
     @property
     def producer(self) -> Producer:
-        """What computes here: versions, device, attention kernel, and the schedule of one pass per block."""
+        """What computes here: versions, device and its processor, attention kernel, and the schedule of one pass per block."""
         return Producer(
             torch=str(torch.__version__),
             transformers=transformers.__version__,
-            device=str(self.model.device),
+            device=describe_device(self.model.device)[:MAX_TEXT],
             attention=str(self.model.config._attn_implementation),  # noqa: SLF001 - the library offers no public name
             chunk_tokens=self.identity.layout.block_tokens,
         )
