@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
@@ -34,19 +35,37 @@ class AccessLogger(AbstractAccessLogger):
         # Answers that are not ours are aiohttp's, to what is not HTTP.
         note: Note = getattr(response, "note", _UNREAD)
         size: int = 0 if request.method == "HEAD" else getattr(response, "sent", 0)
-        tenant = request.get(TENANT, "")
-        self._metrics.observe(note.route, response.status, note.cache, size, time)
-        self._metrics.observe_tenant(tenant, response.status, size)
-        self._traffic.count(note, response.status, size, tenant)
-        if access_log.isEnabledFor(logging.INFO):
-            line = {
-                "method": request.method,
-                "tenant": tenant,
-                "route": note.route,
-                "key": note.subject,
-                "status": response.status,
-                "bytes": size,
-                "seconds": round(time, 6),
-                "cache": note.cache,
-            }
-            access_log.info("request", extra={"fields": line})
+        answer = Answered(note, request.method, request.get(TENANT, ""), response.status, size, time)
+        record(self._metrics, self._traffic, answer)
+
+
+class Answered(NamedTuple):
+    """One answer, as metrics and log know it."""
+
+    note: Note
+    method: str
+    tenant: str
+    status: int
+    size: int
+    """Body bytes sent."""
+    seconds: float
+
+
+def record(metrics: Metrics, traffic: Traffic, answer: Answered) -> None:
+    """Counts and logs one answer."""
+    note, method, tenant, status, size, seconds = answer
+    metrics.observe(note.route, status, note.cache, size, seconds)
+    metrics.observe_tenant(tenant, status, size)
+    traffic.count(note, status, size, tenant)
+    if access_log.isEnabledFor(logging.INFO):
+        line = {
+            "method": method,
+            "tenant": tenant,
+            "route": note.route,
+            "key": note.subject,
+            "status": status,
+            "bytes": size,
+            "seconds": round(seconds, 6),
+            "cache": note.cache,
+        }
+        access_log.info("request", extra={"fields": line})

@@ -13,7 +13,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,9 @@ from kvcdn.edge.administration import Administration
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.app import Edge
 from kvcdn.edge.collectors import CacheCollector, OriginCollector, PinCollector, TrafficCollector
+from kvcdn.edge.express import Express
 from kvcdn.edge.fetch import Fetcher
+from kvcdn.edge.front import FrontedServer
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
@@ -36,7 +38,7 @@ from kvcdn.edge.peers import Peers
 from kvcdn.edge.pins import Pins
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.recall import Recall
-from kvcdn.edge.requests import on_its_trail
+from kvcdn.edge.requests import Handler, on_its_trail
 from kvcdn.edge.respond import FileResponse
 from kvcdn.edge.revocations import KeptLists, Revoked, Watch
 from kvcdn.edge.scrub import Scrub
@@ -87,6 +89,8 @@ class ServingEdge:
     _traffic: Traffic
     _tls: ssl.SSLContext | None
     _peers: Peers | None
+    front: FrontedServer
+    """Where objects are asked for."""
 
     def apply(self, settings: EdgeSettings) -> list[str]:
         """Goes by what of `settings` can change while the edge runs (`RELOADABLE`); which others differ.
@@ -208,9 +212,8 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             peers.use_token(admission.guard.peer_token)
         fetcher = Fetcher(origins, cache, revoked, metrics, peers)
         recall = Recall(revoked, cache, fetcher)
-        pins = Pins(cache)
-        metrics.watch(PinCollector(pins))
-        warming = Warming(fetcher, cache, pins)
+        warming = Warming(fetcher, cache, Pins(cache))
+        metrics.watch(PinCollector(warming.pins))
         alone = settings.admin_address is None
         presence = Presence(origins, cache, metrics, peers)
         status = Status(traffic, cache, origins.each, others, metrics, admission)
@@ -220,10 +223,13 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
         edge.peers = peers
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(fetcher.stop)
-            url = await stack.enter_async_context(_listening(settings, settings.address, edge.handle, log_answers, tls))
+            answer = Express(cache, revoked, admission, metrics, traffic).answer
+            front = _server(settings, edge.handle, log_answers, answer)
+            url = await stack.enter_async_context(_listening(settings, settings.address, front, tls))
             admin_url = url
             if settings.admin_address is not None:
-                listening = _listening(settings, settings.admin_address, edge.handle_admin, log_answers, tls)
+                admin = _server(settings, edge.handle_admin, log_answers, _nothing)
+                listening = _listening(settings, settings.admin_address, admin, tls)
                 admin_url = await stack.enter_async_context(listening)
             await stack.enter_async_context(recall.running())
             await stack.enter_async_context(warming.running())
@@ -232,7 +238,9 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             await stack.enter_async_context(Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second).running())
             await stack.enter_async_context(_keeping_accounts(admission))
             await stack.enter_async_context(status.running())
-            yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, watch, traffic, tls, peers)
+            yield ServingEdge(
+                url, admin_url, cache, origins, metrics, settings, edge, admission, watch, traffic, tls, peers, front
+            )
     finally:
         cache.close()
 
@@ -256,14 +264,10 @@ async def _keeping_accounts(admission: Admission) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _listening(
-    settings: EdgeSettings,
-    address: ListenAddress,
-    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-    log_answers: LoggerMaker,
-    tls: ssl.SSLContext | None,
+    settings: EdgeSettings, address: ListenAddress, server: web.Server, tls: ssl.SSLContext | None
 ) -> AsyncIterator[str]:
     """Answers at `address` while it lasts; its URL. Running responses are finished before the end."""
-    runner = web.ServerRunner(_server(settings, handle, log_answers), shutdown_timeout=settings.shutdown_seconds)
+    runner = web.ServerRunner(server, shutdown_timeout=settings.shutdown_seconds)
     await runner.setup()
     try:
         yield await _listen(address, runner, tls)
@@ -274,10 +278,12 @@ async def _listening(
 
 
 def _server(
-    settings: EdgeSettings, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], log_answers: LoggerMaker
-) -> web.Server:
-    return web.Server(
+    settings: EdgeSettings, handle: Handler, log_answers: LoggerMaker, answer: Callable[[bytes], bytes | None]
+) -> FrontedServer:
+    return FrontedServer(
         on_its_trail(handle),
+        answer=answer,
+        idle_seconds=settings.keepalive_seconds,
         access_log=access_log,
         access_log_class=log_answers,
         logger=log,
@@ -290,6 +296,10 @@ def _server(
         # No body of ours is compressed, and a compressed one could grow behind its limit.
         auto_decompress=False,
     )
+
+
+def _nothing(_: bytes) -> None:
+    """No express: administration is not asked for often."""
 
 
 async def _listen(address: ListenAddress, runner: web.ServerRunner, tls: ssl.SSLContext | None) -> str:
