@@ -53,12 +53,15 @@ def _run(work: Callable[[], None]) -> None:
     try:
         _idle.pop().put(work)
     except IndexError:
-        threading.Thread(target=_serve, args=(work,), name="kvcdn-call", daemon=True).start()
+        # By its queue: what a thread is begun with lives as long as it does.
+        calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        calls.put(work)
+        threading.Thread(target=_serve, args=(calls,), name="kvcdn-call", daemon=True).start()
 
 
-def _serve(work: Callable[[], None]) -> None:
+def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
     """The life of a thread."""
-    calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    work = calls.get()
     while True:
         work()
         # Nothing of a call, such as the file that it used, is to live on in a thread that waits.
