@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
@@ -38,31 +39,50 @@ class AccessLogger(AbstractAccessLogger):
         # Answers that are not ours are aiohttp's, to what is not HTTP.
         note: Note = getattr(response, "note", _UNREAD)
         size: int = 0 if request.method == "HEAD" else getattr(response, "sent", 0)
-        tenant = request.get(TENANT, "")
-        self._metrics.observe(note.route, response.status, note.cache, size, time)
-        self._metrics.observe_tenant(tenant, response.status, size)
-        self._traffic.count(note, response.status, size, tenant)
+        answer = Answered(note, request.method, request.get(TENANT, ""), response.status, size, time)
+        record(self._metrics, self._traffic, answer)
         if self._usage is not None:
             self._usage.answered(request, response, note, size)
         span = request.get(SPAN)
         if span is not None:
-            _end(span, request.method, note, response.status, size, tenant)
-        if access_log.isEnabledFor(logging.INFO):
-            line = {
-                "method": request.method,
-                "tenant": tenant,
-                "route": note.route,
-                "key": note.subject,
-                "status": response.status,
-                "bytes": size,
-                "seconds": round(time, 6),
-                "cache": note.cache,
-            }
-            access_log.info("request", extra={"fields": line})
+            _end(span, answer)
 
 
-def _end(span: Span, method: str, note: Note, status: int, size: int, tenant: str) -> None:
+class Answered(NamedTuple):
+    """One answer, as metrics and log know it."""
+
+    note: Note
+    method: str
+    tenant: str
+    status: int
+    size: int
+    """Body bytes sent."""
+    seconds: float
+
+
+def record(metrics: Metrics, traffic: Traffic, answer: Answered) -> None:
+    """Counts and logs one answer."""
+    note, method, tenant, status, size, seconds = answer
+    metrics.observe(note.route, status, note.cache, size, seconds)
+    metrics.observe_tenant(tenant, status, size)
+    traffic.count(note, status, size, tenant)
+    if access_log.isEnabledFor(logging.INFO):
+        line = {
+            "method": method,
+            "tenant": tenant,
+            "route": note.route,
+            "key": note.subject,
+            "status": status,
+            "bytes": size,
+            "seconds": round(seconds, 6),
+            "cache": note.cache,
+        }
+        access_log.info("request", extra={"fields": line})
+
+
+def _end(span: Span, answer: Answered) -> None:
     """Says in the span what the line says."""
-    span.set(http__request__method=method, http__response__status_code=status, http__response__body__size=size)
-    span.set(tenant=tenant, route=note.route, object=note.subject, cache=note.cache)
+    note, method, status = answer.note, answer.method, answer.status
+    span.set(http__request__method=method, http__response__status_code=status, http__response__body__size=answer.size)
+    span.set(tenant=answer.tenant, route=note.route, object=note.subject, cache=note.cache)
     span.end(f"{method} {note.route}", str(status) if status >= 500 else "")  # noqa: PLR2004 - HTTP's own

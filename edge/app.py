@@ -14,6 +14,7 @@ from kvcdn.edge.administration import SCOPES, SHOWN, Administration
 from kvcdn.edge.admission import TENANT, Admission
 from kvcdn.edge.body import read_body
 from kvcdn.edge.conditions import Precondition, evaluate, range_applies
+from kvcdn.edge.express import SMALL_BYTES
 from kvcdn.edge.fetch import Fetcher, Found, Refused
 from kvcdn.edge.handing import Handing
 from kvcdn.edge.match import MatchRequest, MatchResult, match_chain
@@ -37,9 +38,6 @@ from kvcdn.edge.respond import (
 from kvcdn.edge.storage import DiskCache, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.errors import CorruptError, UnavailableError, UntrustedError
-
-SMALL_BYTES = 64 * 1024
-"""Bodies up to this are read and sent with their headers in one go: cheaper than a sendfile of their own."""
 
 _HERE = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
 """What a Host field says that no other machine's name can."""

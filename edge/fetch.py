@@ -58,6 +58,9 @@ REFUSALS_REMEMBERED = 16384
 HANG_SECONDS = 120.0
 """A fill that outlives its deadline by this hangs in a system call: its place is given to others."""
 
+HEAD_TURNS = 5
+"""Turns of the loop that it takes from an envelope to the head of the answer to whoever asked first."""
+
 JOINS = 3
 """Fills that one request joins or begins before it gives up: one that its writer left, or that hangs, has a successor."""
 
@@ -305,6 +308,9 @@ class Fetcher:
             self._lodgings.give_back(lodging)
             raise BrokenFillError(refusal)
         fill.open(lodging.staging.spool, arrival.head.size, arrival.head.etag, arrival.deadline, stored=lodging.stored)
+        # The thread would take turns with the loop from now on: who waits for the head of the answer has it first.
+        for _ in range(HEAD_TURNS):
+            await asyncio.sleep(0)
         landing = asyncio.ensure_future(in_thread(_land, arrival, lodging.staging, self._stopping, fill, _told(fill)))
         landing.add_done_callback(lambda done: self._landed(fill, lodging, done))
         try:

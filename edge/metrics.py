@@ -50,6 +50,7 @@ class Metrics:
             "kvcdn_edge_tenant_body_bytes", "Body bytes sent, by to whom.", ["tenant"], registry=self.registry
         )
         self._tenants: set[str] = set()
+        self._tenant_counters: dict[tuple[str, int], tuple[Counter, Counter]] = {}
 
         self.purged = Counter("kvcdn_edge_purged_objects", "Cached objects deleted on demand.", registry=self.registry)
         self.scrubbed = Counter(
@@ -88,8 +89,14 @@ class Metrics:
                 tenant = OTHER
             else:
                 self._tenants.add(tenant)
-        self.tenant_requests.labels(tenant, str(status)).inc()
-        self.tenant_bytes.labels(tenant).inc(size)
+        counters = self._tenant_counters.get((tenant, status))
+        if counters is None:
+            counters = self._tenant_counters[tenant, status] = (
+                self.tenant_requests.labels(tenant, str(status)),
+                self.tenant_bytes.labels(tenant),
+            )
+        counters[0].inc()
+        counters[1].inc(size)
 
     def filled_bytes(self) -> int:
         """Object bytes filled from origins so far."""

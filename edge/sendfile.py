@@ -31,7 +31,8 @@ class Sender:
             raise ConnectionResetError("the client left")
         self._loop = asyncio.get_running_loop()
         self._descriptor = os.dup(connection.fileno())
-        self._writable: asyncio.Future[None] | None = None
+        self._file = self._start = self._length = self._done = 0
+        self._waiting: asyncio.Future[None] | None = None
         self._watching = False
         Sender.active += 1
 
@@ -43,39 +44,48 @@ class Sender:
     async def send(self, file: int, start: int, length: int) -> int:
         """Sends `length` bytes from `start`; how many, fewer only where the file ends early. Raises OSError.
 
-        ConnectionError is the client's, any other the file's. Between pieces others have their turn.
+        ConnectionError is the client's, any other the file's. Between turns others have theirs.
         """
-        done = turn = 0
-        while True:
+        self._file, self._start, self._length, self._done = file, start, length, 0
+        if not self._turn():
+            # The turns that follow are the loop's own calls: waking this task for each would cost half as much as sending.
+            self._waiting = self._loop.create_future()
+            self._watch()
             try:
-                sent = os.sendfile(self._descriptor, file, start + done, min(PIECE_BYTES, length - done))
+                await self._waiting
+            finally:
+                self._waiting = None
+        return self._done
+
+    def _turn(self) -> bool:
+        """Sends until the socket is full or others are to have their turn; whether there is nothing more to send."""
+        for _ in range(TURN_PIECES if Sender.active == 1 else 1):
+            left = min(PIECE_BYTES, self._length - self._done)
+            try:
+                sent = os.sendfile(self._descriptor, self._file, self._start + self._done, left)
             except BlockingIOError:
-                turn = TURN_PIECES
-            else:
-                done += sent
-                turn += 1
-                if not sent or done == length:
-                    return done
-            if turn >= TURN_PIECES or Sender.active > 1:
-                await self._until_writable()
-                turn = 0
+                return False
+            self._done += sent
+            if not sent or self._done == self._length:
+                return True
+        return False
 
-    async def _until_writable(self) -> None:
-        self._writable = self._loop.create_future()
-        if not self._watching:
-            self._loop.add_writer(self._descriptor, self._wake)
-            self._watching = True
-        try:
-            await self._writable
-        finally:
-            self._writable = None
-
-    def _wake(self) -> None:
-        if self._writable is None:
+    def _writable(self) -> None:
+        waiting = self._waiting
+        if waiting is None or waiting.done():
             # Nobody waits, because the file does not go on yet: to be told again and again would cost.
             self._unwatch()
-        elif not self._writable.done():
-            self._writable.set_result(None)
+            return
+        try:
+            if self._turn():
+                waiting.set_result(None)
+        except OSError as error:
+            waiting.set_exception(error)
+
+    def _watch(self) -> None:
+        if not self._watching:
+            self._loop.add_writer(self._descriptor, self._writable)
+            self._watching = True
 
     def _unwatch(self) -> None:
         if self._watching:

@@ -13,7 +13,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,9 @@ from kvcdn.edge.administration import Administration
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.app import Edge
 from kvcdn.edge.collectors import CacheCollector, OriginCollector, PinCollector, TrafficCollector
+from kvcdn.edge.express import Express
 from kvcdn.edge.fetch import Fetcher
+from kvcdn.edge.front import FrontedServer
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
@@ -90,6 +92,8 @@ class ServingEdge:
     _traffic: Traffic
     _tls: ssl.SSLContext | None
     _peers: Peers | None
+    front: FrontedServer
+    """Where objects are asked for."""
 
     def apply(self, settings: EdgeSettings) -> list[str]:
         """Goes by what of `settings` can change while the edge runs (`RELOADABLE`); which others differ.
@@ -223,25 +227,26 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
         edge.peers = peers
         fetcher.tracing = tracing
 
-        def listening(address: ListenAddress, handle: Handler) -> contextlib.AbstractAsyncContextManager[str]:
-            return _listening(settings, address, on_its_trail(handle, tracing), log_answers, tls)
-
+        # A span is begun before anything is known of a request: then all of them go the long way.
+        short = Express(cache, revoked, admission, metrics, traffic, usage).answer if tracing is None else _nothing
+        front = _server(settings, on_its_trail(edge.handle, tracing), log_answers, short)
+        watch = Watch(revoked, origins, kept, settings.revocation_poll_seconds, recall.recall)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(usage or contextlib.nullcontext())
             if tracing is not None:
                 stack.push_async_callback(in_thread, tracing.close)
             stack.push_async_callback(fetcher.stop)
-            url = admin_url = await stack.enter_async_context(listening(settings.address, edge.handle))
+            url = admin_url = await stack.enter_async_context(_listening(settings, settings.address, front, tls))
             if settings.admin_address is not None:
-                admin_url = await stack.enter_async_context(listening(settings.admin_address, edge.handle_admin))
-            await stack.enter_async_context(recall.running())
-            await stack.enter_async_context(warming.running())
-            watch = Watch(revoked, origins, kept, settings.revocation_poll_seconds, recall.recall)
-            await stack.enter_async_context(watch.running())
-            await stack.enter_async_context(Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second).running())
+                admin = _server(settings, on_its_trail(edge.handle_admin, tracing), log_answers, _nothing)
+                admin_url = await stack.enter_async_context(_listening(settings, settings.admin_address, admin, tls))
+            scrub = Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second)
+            for beside in (recall, warming, watch, scrub, status):
+                await stack.enter_async_context(beside.running())
             await stack.enter_async_context(_keeping_accounts(admission))
-            await stack.enter_async_context(status.running())
-            yield ServingEdge(url, admin_url, cache, origins, metrics, settings, edge, admission, watch, traffic, tls, peers)
+            yield ServingEdge(
+                url, admin_url, cache, origins, metrics, settings, edge, admission, watch, traffic, tls, peers, front
+            )
     finally:
         cache.close()
 
@@ -274,14 +279,10 @@ async def _keeping_accounts(admission: Admission) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _listening(
-    settings: EdgeSettings,
-    address: ListenAddress,
-    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-    log_answers: LoggerMaker,
-    tls: ssl.SSLContext | None,
+    settings: EdgeSettings, address: ListenAddress, server: web.Server, tls: ssl.SSLContext | None
 ) -> AsyncIterator[str]:
     """Answers at `address` while it lasts; its URL. Running responses are finished before the end."""
-    runner = web.ServerRunner(_server(settings, handle, log_answers), shutdown_timeout=settings.shutdown_seconds)
+    runner = web.ServerRunner(server, shutdown_timeout=settings.shutdown_seconds)
     await runner.setup()
     try:
         yield await _listen(address, runner, tls)
@@ -292,10 +293,12 @@ async def _listening(
 
 
 def _server(
-    settings: EdgeSettings, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], log_answers: LoggerMaker
-) -> web.Server:
-    return web.Server(
+    settings: EdgeSettings, handle: Handler, log_answers: LoggerMaker, answer: Callable[[bytes], bytes | None]
+) -> FrontedServer:
+    return FrontedServer(
         handle,
+        answer=answer,
+        idle_seconds=settings.keepalive_seconds,
         access_log=access_log,
         access_log_class=log_answers,
         logger=log,
@@ -308,6 +311,10 @@ def _server(
         # No body of ours is compressed, and a compressed one could grow behind its limit.
         auto_decompress=False,
     )
+
+
+def _nothing(_: bytes) -> None:
+    """No express: administration is not asked for often."""
 
 
 async def _listen(address: ListenAddress, runner: web.ServerRunner, tls: ssl.SSLContext | None) -> str:

@@ -51,7 +51,13 @@ class ObjectName:
     @property
     def short(self) -> str:
         """The form for logs."""
-        return f"{self.kind} {str(self.address)[:_SHOWN_DIGITS]}"
+        return short_of(self.key)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.address}"
+
+
+def short_of(key: str) -> str:
+    """The form for logs of the object under `key`."""
+    kind = Kind.BLOCK if key[36] == "b" else Kind.MANIFEST
+    return f"{kind} {key[-64:][:_SHOWN_DIGITS]}"

@@ -64,24 +64,29 @@ class EdgeUsage:
                 "blocks_matched": note.blocks,
                 "blocks_evicted": int(note.evicted),
             }
-        else:
-            name = ObjectName.from_path(request.rel_url.raw_path)
-            good = response.status in _BODIES
-            key = key._replace(model="" if name is None else str(name.tag), outcome=_outcome(note))
-            # A block counts with the answer that sends its first byte: readers begin there, and take up elsewhere.
-            whole = response.status == 200 or bool(_FIRST.match(response.headers.get("Content-Range", "")))  # noqa: PLR2004 - HTTP's
-            if _is_peer(request, tenant):
-                # What it asks for is for readers of its own, who are counted there.
-                self._recorder.add(key, {"requests_peers": 1, "bytes_peers": sent if good else 0})
-                return
-            begins = bool(good and sent and whole and name is not None and name.kind is Kind.BLOCK)
-            counts = {
-                "requests": 1,
-                "bytes_sent": sent if good else 0,
-                "blocks_served": int(begins),
-                "tokens_served": note.tokens if begins else 0,
-                "blocks_evicted": int(note.evicted and not good),
-            }
+            self._add(key, counts)
+            return
+        name = ObjectName.from_path(request.rel_url.raw_path)
+        good = response.status in _BODIES
+        key = key._replace(model="" if name is None else str(name.tag), outcome=_outcome(note))
+        if _is_peer(request, tenant):
+            # What it asks for is for readers of its own, who are counted there.
+            self._recorder.add(key, {"requests_peers": 1, "bytes_peers": sent if good else 0})
+            return
+        # A block counts with the answer that sends its first byte: readers begin there, and take up elsewhere.
+        whole = response.status == 200 or bool(_FIRST.match(response.headers.get("Content-Range", "")))  # noqa: PLR2004 - HTTP's
+        begins = bool(good and sent and whole and name is not None and name.kind is Kind.BLOCK)
+        self._add(key, _of_object(note, sent if good else 0, begins=begins, gone=note.evicted and not good))
+
+    def sent_whole(self, key: str, note: Note, tenant: str, sent: int) -> None:
+        """The object `key` was there and was sent, with `sent` bytes of it, to a reader who named no prompt."""
+        name = ObjectName.from_path(f"/{key}")
+        if name is None:
+            return
+        entry = Key(Part.EDGE, hour_of(), tenant, str(name.tag), "", "", _outcome(note), reason=str(note.reason))
+        self._add(entry, _of_object(note, sent, begins=bool(sent) and name.kind is Kind.BLOCK, gone=False))
+
+    def _add(self, key: Key, counts: dict[str, int]) -> None:
         self._recorder.add(key, {name: count for name, count in counts.items() if count})
 
     def filled(self, fill: Fill, refusal: Refusal | None) -> None:
@@ -111,3 +116,13 @@ def _outcome(note: Note) -> Outcome:
     if note.cache is CacheOutcome.MISS and note.evicted:
         return Outcome.EVICTED
     return Outcome.REFUSED if note.cache is CacheOutcome.NONE else Outcome(note.cache.value)
+
+
+def _of_object(note: Note, sent: int, *, begins: bool, gone: bool) -> dict[str, int]:
+    return {
+        "requests": 1,
+        "bytes_sent": sent,
+        "blocks_served": int(begins),
+        "tokens_served": note.tokens if begins else 0,
+        "blocks_evicted": int(gone),
+    }

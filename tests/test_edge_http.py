@@ -26,7 +26,7 @@ KEEPALIVE_SECONDS = 1.0
 
 IMMUTABLE = "public, max-age=31536000, immutable"
 
-VARYING_HEADERS = {"X-Request-Id", "Date", "Age"}
+VARYING_HEADERS = {"Date", "Age", "X-Request-Id"}
 
 
 @pytest.fixture(scope="module")

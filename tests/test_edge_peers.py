@@ -186,7 +186,7 @@ def test_no_answer_invites_other_sites(edge: RunningEdge, document: Document) ->
     assert b"405" == _curl(*preflight, "--output", "/dev/null", "--write-out", "%{http_code}", url)
 
 
-@pytest.mark.skipif(not REDBOT.exists(), reason="redbot is not installed")
+@pytest.mark.skipif(not REDBOT.exists(), reason="there is no .venv-redbot (make peers makes it, with redbot 2.7.1)")
 @pytest.mark.parametrize("what", ["block", "manifest", "missing", "nothing"])
 def test_redbot_finds_nothing_to_warn_of(edge: RunningEdge, document: Document, what: str) -> None:
     """A public linter, which also tries ranges and conditions, is content."""
