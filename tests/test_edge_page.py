@@ -93,7 +93,7 @@ def edge(tmp_path_factory: pytest.TempPathFactory, document: Document, origin: s
 
 def share(status: dict) -> str:
     """The hit ratio by bytes, in the page's words."""
-    return f"{100 * status['traffic']['hit_bytes'] / status['traffic']['bytes']:.1f} %"
+    return f"{100 * status['traffic']['hit_bytes'] / status['traffic']['bytes']:.1f}\u00a0%"
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ function percent(share) {
   if (share === null) return NONE;
   // Never "100 %" of what is not all.
   const shown = Math.min(share * 100, share < 1 ? 99.9 : 100);
-  return `${shown.toFixed(shown === 100 ? 0 : 1)} %`;
+  return `${shown.toFixed(shown === 100 ? 0 : 1)}\u00a0%`;
 }
 
 function duration(seconds) {
@@ -49,7 +49,7 @@ function duration(seconds) {
   return `${whole.format(Math.floor(seconds / size))} ${unit}${rest ? ` ${rest} ${units[at + 1][0]}` : ""}`;
 }
 
-const latency = (found) => (found.answers ? `${duration(found.median)}, 95 % within ${duration(found.p95)}` : "not asked yet");
+const latency = (found) => (found.answers ? `${duration(found.median)}, 95 % within ${duration(found.p95)}` : "no answer yet");
 const ratio = (part, all) => (all > 0 ? part / all : null);
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 
@@ -175,8 +175,10 @@ function disk({ disk: found }) {
     ["Capacity", bytes(found.capacity_bytes)],
     ["Free on the disk", bytes(found.free_bytes)],
     ["Objects", number(found.objects)],
+    ["Pinned", found.pinned_documents ? `${number(found.pinned_documents)} documents, ${bytes(found.pinned_bytes)}` : "none"],
     ["Evicted", number(found.evicted)],
     ["Dropped", dropped || "none"],
+    ...(found.quarantine_bytes ? [["In quarantine", bytes(found.quarantine_bytes)]] : []),
   ]);
 }
 
