@@ -20,7 +20,7 @@ function number(value) {
   if (value < 100000) return whole.format(value);
   const units = ["", " k", " M", " G", " T"];
   let place = 0;
-  while (value >= 1000 && place < units.length - 1) [value, place] = [value / 1000, place + 1];
+  while (value >= 999.5 && place < units.length - 1) [value, place] = [value / 1000, place + 1];
   return `${value.toPrecision(3)}${units[place]}`;
 }
 
@@ -40,7 +40,8 @@ function percent(share) {
 }
 
 function duration(seconds) {
-  if (seconds < 1) return `${(seconds * 1000).toPrecision(2)} ms`;
+  if (seconds === 0) return "0 s";
+  if (seconds < 1) return `${seconds < 0.1 ? (seconds * 1000).toPrecision(2) : Math.round(seconds * 1000)} ms`;
   if (seconds < 60) return `${seconds.toPrecision(2)} s`;
   const units = [["d", 86400], ["h", 3600], ["min", 60]];
   const at = units.findIndex(([, size]) => seconds >= size);
@@ -168,6 +169,7 @@ function disk({ disk: found }) {
   const meter = $("disk-meter");
   meter.setAttribute("aria-valuenow", (share * 100).toFixed(1));
   meter.setAttribute("aria-valuetext", `${bytes(found.used_bytes)} of ${bytes(found.capacity_bytes)}`);
+  meter.firstElementChild.style.minWidth = found.used_bytes ? "2px" : "0";
   meter.firstElementChild.style.width = `${Math.min(share, 1) * 100}%`;
   const dropped = Object.entries(found.dropped).map(([harm, count]) => `${number(count)} ${harm}`).join(", ");
   terms($("disk"), [
