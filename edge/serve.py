@@ -219,7 +219,7 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
         recall = Recall(revoked, cache, fetcher)
         warming = Warming(fetcher, cache, pins)
         presence = Presence(origins, cache, metrics, peers)
-        status = Status(traffic, cache, origins.each, others, metrics, admission)
+        status = Status(traffic, cache, origins.each, others, metrics, admission, pins)
         administration = Administration(fetcher, presence, cache, warming, admission, metrics, status)
         fetcher.usage = administration.usage = usage = EdgeUsage.of(settings.usage_file)
         log_answers = AccessLogger.maker(metrics, traffic, usage)

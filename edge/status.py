@@ -16,6 +16,7 @@ from kvcdn.edge.admission import Admission
 from kvcdn.edge.hot import Heat
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origin
+from kvcdn.edge.pins import Pins
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
@@ -44,9 +45,10 @@ class Status:
         peers: Sequence[Origin],
         metrics: Metrics,
         admission: Admission,
+        pins: Pins,
     ) -> None:
         self._traffic, self._cache, self._origins, self._peers = traffic, cache, origins, peers
-        self._metrics, self._admission = metrics, admission
+        self._metrics, self._admission, self._pins = metrics, admission, pins
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -91,6 +93,9 @@ class Status:
                 "capacity_bytes": self._cache.capacity,
                 "free_bytes": free,
                 "objects": len(self._cache),
+                "pinned_documents": len(self._pins),
+                "pinned_bytes": self._pins.used,
+                "quarantine_bytes": self._cache.quarantine.used,
                 "evicted": self._cache.evicted,
                 "dropped": {str(harm): count for harm, count in self._cache.dropped.items() if count},
             },

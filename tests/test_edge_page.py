@@ -59,6 +59,10 @@ return found.sort((a, b) => a[0] - b[0]);
 """Contrast of every text that is shown with what is behind it (WCAG 2.2, 1.4.3), worst first."""
 
 
+ODD = "return document.body.innerText.match(/[0-9]e[+-]|NaN|undefined|Infinity|null/g) || []"
+"""Numbers that are no words for people."""
+
+
 @pytest.fixture(scope="module")
 def document() -> Document:
     return make_document(tokens=2500)
@@ -93,7 +97,7 @@ def edge(tmp_path_factory: pytest.TempPathFactory, document: Document, origin: s
 
 def share(status: dict) -> str:
     """The hit ratio by bytes, in the page's words."""
-    return f"{100 * status['traffic']['hit_bytes'] / status['traffic']['bytes']:.1f} %"
+    return f"{100 * status['traffic']['hit_bytes'] / status['traffic']['bytes']:.1f}\u00a0%"
 
 
 @pytest.fixture
@@ -164,6 +168,7 @@ def test_everybody_can_read_it(window: Browser, edge: RunningEdge, width: int, h
     assert 4.5 <= found[0][0], found[:5]
     dark = window.run("return getComputedStyle(document.body).backgroundColor") == "rgb(17, 22, 27)"
     assert (scheme == "dark") is dark
+    assert [] == window.run(ODD)
     assert window.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     small = "[...document.querySelectorAll('main *')].filter((n) => parseFloat(getComputedStyle(n).fontSize) < 12)"
     assert 0 == window.run(f"return {small}.length")
@@ -245,6 +250,7 @@ def test_a_token_is_asked_for_and_stays_in_the_tab(window: Browser, origin: str,
             window.wait("return document.getElementById('refused').innerText.includes(arguments[0])", words)
         window.type("#token", right + "\ue007")
         window.wait(SHOWN)
+        assert [] == window.run(ODD)
         assert f"{edge.url}/" == window.run("return location.href")
         assert ["", 0] == window.run("return [document.cookie, localStorage.length]")
         window.go(edge.url + "/")

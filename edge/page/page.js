@@ -20,7 +20,7 @@ function number(value) {
   if (value < 100000) return whole.format(value);
   const units = ["", " k", " M", " G", " T"];
   let place = 0;
-  while (value >= 1000 && place < units.length - 1) [value, place] = [value / 1000, place + 1];
+  while (value >= 999.5 && place < units.length - 1) [value, place] = [value / 1000, place + 1];
   return `${value.toPrecision(3)}${units[place]}`;
 }
 
@@ -36,11 +36,12 @@ function percent(share) {
   if (share === null) return NONE;
   // Never "100 %" of what is not all.
   const shown = Math.min(share * 100, share < 1 ? 99.9 : 100);
-  return `${shown.toFixed(shown === 100 ? 0 : 1)} %`;
+  return `${shown.toFixed(shown === 100 ? 0 : 1)}\u00a0%`;
 }
 
 function duration(seconds) {
-  if (seconds < 1) return `${(seconds * 1000).toPrecision(2)} ms`;
+  if (seconds === 0) return "0 s";
+  if (seconds < 1) return `${seconds < 0.1 ? (seconds * 1000).toPrecision(2) : Math.round(seconds * 1000)} ms`;
   if (seconds < 60) return `${seconds.toPrecision(2)} s`;
   const units = [["d", 86400], ["h", 3600], ["min", 60]];
   const at = units.findIndex(([, size]) => seconds >= size);
@@ -49,7 +50,7 @@ function duration(seconds) {
   return `${whole.format(Math.floor(seconds / size))} ${unit}${rest ? ` ${rest} ${units[at + 1][0]}` : ""}`;
 }
 
-const latency = (found) => (found.answers ? `${duration(found.median)}, 95 % within ${duration(found.p95)}` : "not asked yet");
+const latency = (found) => (found.answers ? `${duration(found.median)}, 95 % within ${duration(found.p95)}` : "no answer yet");
 const ratio = (part, all) => (all > 0 ? part / all : null);
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 
@@ -168,6 +169,7 @@ function disk({ disk: found }) {
   const meter = $("disk-meter");
   meter.setAttribute("aria-valuenow", (share * 100).toFixed(1));
   meter.setAttribute("aria-valuetext", `${bytes(found.used_bytes)} of ${bytes(found.capacity_bytes)}`);
+  meter.firstElementChild.style.minWidth = found.used_bytes ? "2px" : "0";
   meter.firstElementChild.style.width = `${Math.min(share, 1) * 100}%`;
   const dropped = Object.entries(found.dropped).map(([harm, count]) => `${number(count)} ${harm}`).join(", ");
   terms($("disk"), [
@@ -175,8 +177,10 @@ function disk({ disk: found }) {
     ["Capacity", bytes(found.capacity_bytes)],
     ["Free on the disk", bytes(found.free_bytes)],
     ["Objects", number(found.objects)],
+    ["Pinned", found.pinned_documents ? `${number(found.pinned_documents)} documents, ${bytes(found.pinned_bytes)}` : "none"],
     ["Evicted", number(found.evicted)],
     ["Dropped", dropped || "none"],
+    ...(found.quarantine_bytes ? [["In quarantine", bytes(found.quarantine_bytes)]] : []),
   ]);
 }
 
