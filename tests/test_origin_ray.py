@@ -187,6 +187,17 @@ def test_a_machine_is_lost(tmp_path, tiny_llama, monkeypatch) -> None:
     until(lambda: not any(map(is_alive, below)))
 
 
+def test_settings_are_checked(monkeypatch) -> None:
+    """`--check-config` says what a start would."""
+    monkeypatch.setenv("KVCDN_SERVICE_RAY_ADDRESS", "10.0.0.7:6379")
+    words = ("origin", "--model", "m", "--origin", "s3://bucket/prefix", "--check-config")
+    assert 0 == kvcdn(*words).code
+    ran = kvcdn(*words, "--executor", "ray")
+    assert (2, True) == (ran.code, "10.0.0.7:6379 is reached by others" in ran.err)
+    monkeypatch.delenv("KVCDN_SERVICE_RAY_ADDRESS")
+    assert 0 == kvcdn(*words, "--executor", "ray").code
+
+
 def test_a_cluster_is_used_where_it_is_safe() -> None:
     """One's own has a token that no other has; another's needs token and TLS, or a word that its network is nobody else's."""
     given = {"models": ("m",), "executor": "ray"}
