@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ from kvcdn.store import BlobStore
 
 _UPLOADS_IN_FLIGHT = 2
 """Blocks being encoded or uploaded while the next is computed; each holds its raw KV, some 16 MB, in memory."""
+
+
+_LOADS_IN_FLIGHT = 2
+"""Blocks that are read and decoded at once: while one waits for the origin, another has the processor."""
 
 
 @dataclass(frozen=True)
@@ -242,16 +247,29 @@ class Run:
         else:
             missing = len(blocks)
         entries: list[BlockEntry | None] = []
-        for number, name in enumerate(blocks[:missing]):
-            entry = self._entry(name) if number < len(held) else None
-            if number >= len(held) or (entry and entry.etag != held[number].etag):
-                held = held[:number]
-                entry = self.load_block(name, prefill.restore)
-            entries.append(entry)
-            self._tokens_loaded = name.end
-            self._report()
+        for name, kept in zip(blocks[:missing], held, strict=False):
+            entry = self._entry(name)
+            if entry and entry.etag != kept.etag:
+                self.kept.hold(held[: len(entries)])  # what is behind is overwritten now
+                break
+            self._add(entries, entry, name)
+        with ThreadPoolExecutor(self._loads_in_flight, thread_name_prefix="kvcdn-load") as pool:
+            rest = blocks[len(entries) : missing]
+            loaded = pool.map(partial(self.load_block, places_of=prefill.restore), rest)
+            for name, entry in zip(rest, loaded, strict=True):
+                self._add(entries, entry, name)
         prefill.resume(self._tokens_loaded)
         return entries
+
+    def _add(self, entries: list[BlockEntry | None], entry: BlockEntry | None, name: BlockName) -> None:
+        entries.append(entry)
+        self._tokens_loaded = name.end
+        self._report()
+
+    @property
+    def _loads_in_flight(self) -> int:
+        """States of one block after another have the same place, and the last one's must stay."""
+        return 1 if self.names.model.layout.state_bytes else _LOADS_IN_FLIGHT
 
     def _entry(self, name: BlockName) -> BlockEntry | None:
         """The entry of a block at the origin, of which only the header is read; None where it is not there."""

@@ -38,11 +38,16 @@ def run(settings: ServiceSettings) -> None:
 
     Raises UsageError for settings that cannot be, UnavailableError where queue, origin or port are not to be had.
     """
+    require_workers(settings)
+    asyncio.run(_serve_until_signal(settings))
+
+
+def require_workers(settings: ServiceSettings) -> None:
+    """Raises UsageError where the workers of these settings lack what they need."""
     if settings.workers and importlib.util.find_spec("torch") is None:
         raise UsageError("workers need torch, which is not installed", hint='pip install "kvcdn[origin]", or set workers = 0')
     if settings.workers and settings.executor == "ray":
         require_ray(settings)
-    asyncio.run(_serve_until_signal(settings))
 
 
 async def _serve_until_signal(settings: ServiceSettings) -> None:

@@ -23,7 +23,7 @@ from kvcdn.keyring import load_namespace
 from kvcdn.origin.attempt import JobPublisher, StoppingError, attempt
 from kvcdn.origin.jobs import Job
 from kvcdn.origin.publish import PublishProgress
-from kvcdn.origin.queue import JobQueue
+from kvcdn.origin.queue import ClaimLostError, JobQueue
 from kvcdn.origin.service_settings import ServiceSettings
 from kvcdn.origin.usage import OriginUsage
 from kvcdn.signing import SigningKey, TrustList
@@ -36,6 +36,8 @@ SIGNS_PER_CLAIM = 6
 """Signs of life that a worker gives before it would count as dead, also while a model is loaded or a document fetched."""
 
 PROGRESS_SECONDS = 0.5
+
+log = logging.getLogger("kvcdn.origin.worker")
 
 
 class Worker:
@@ -94,8 +96,10 @@ class Worker:
             while not over.wait(self._settings.claim_seconds / SIGNS_PER_CLAIM):
                 try:
                     self._queue.renew(job)
-                except KvcdnError:
+                except ClaimLostError:
                     return  # the next progress is told the same, and raises where it can be dealt with
+                except KvcdnError as error:
+                    log.warning("no sign of life for job %s, which is tried again: %s", job.id, error)
 
         thread = threading.Thread(target=renew, name="kvcdn-claim", daemon=True)
         thread.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -197,6 +199,27 @@ def test_a_prompt_that_many_documents_begin_with_is_kept_in_memory(loaded, token
         other = MemoryStore()
         Publisher(loaded, other, key).publish(document)
         assert same(exact(loaded, store, key, document), exact(loaded, other, key, document))
+
+
+class Met(MemoryStore):
+    """A store in which the reads of blocks wait until two are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meeting: threading.Barrier | None = None
+
+    def read(self, key, start=0, length=None):
+        if self.meeting and "/blocks/" in key:
+            self.meeting.wait(60)
+        return super().read(key, start, length)
+
+
+def test_blocks_are_loaded_two_at_once(loaded, token_ids):
+    """One waits for the origin while another is decoded."""
+    store, key = Met(), SigningKey.generate()
+    Publisher(loaded, store, key).publish(token_ids[:2048])
+    store.meeting = threading.Barrier(2)
+    assert 2048 == Publisher(loaded, store, key).publish(token_ids).tokens_loaded
 
 
 def test_what_is_kept_is_what_lies_at_the_origin(loaded, token_ids):

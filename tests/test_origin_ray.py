@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import trustme
 import urllib3
 
 from kvcdn.errors import UsageError
@@ -159,9 +160,20 @@ def test_actors_come_and_go(tmp_path, tiny_llama, monkeypatch) -> None:
 
 
 def test_a_machine_is_lost(tmp_path, tiny_llama, monkeypatch) -> None:
-    """An actor on each of two; the job of the one that is lost is done on the other."""
+    """An actor on each of two, with token and TLS; the job of the one that is lost is done on the other."""
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1", "localhost")
+    files = {name: tmp_path / f"ray-{name}.pem" for name in ("CA_CERT", "SERVER_CERT", "SERVER_KEY")}
+    authority.cert_pem.write_to_path(files["CA_CERT"])
+    certificate.cert_chain_pems[0].write_to_path(files["SERVER_CERT"])
+    certificate.private_key_pem.write_to_path(files["SERVER_KEY"])
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    for name, path in files.items():
+        monkeypatch.setenv(f"RAY_TLS_{name}", str(path))
     program = Path(__file__).with_name("support") / "ray_nodes.py"
     nodes = subprocess.Popen([sys.executable, "-P", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     address = nodes.stdout.readline().strip()
@@ -185,6 +197,17 @@ def test_a_machine_is_lost(tmp_path, tiny_llama, monkeypatch) -> None:
     finally:
         nodes.communicate(timeout=60)
     until(lambda: not any(map(is_alive, below)))
+
+
+def test_settings_are_checked(monkeypatch) -> None:
+    """`--check-config` says what a start would."""
+    monkeypatch.setenv("KVCDN_SERVICE_RAY_ADDRESS", "10.0.0.7:6379")
+    words = ("origin", "--model", "m", "--origin", "s3://bucket/prefix", "--check-config")
+    assert 0 == kvcdn(*words).code
+    ran = kvcdn(*words, "--executor", "ray")
+    assert (2, True) == (ran.code, "10.0.0.7:6379 is reached by others" in ran.err)
+    monkeypatch.delenv("KVCDN_SERVICE_RAY_ADDRESS")
+    assert 0 == kvcdn(*words, "--executor", "ray").code
 
 
 def test_a_cluster_is_used_where_it_is_safe() -> None:

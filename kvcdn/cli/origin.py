@@ -21,12 +21,13 @@ def origin(
     ] = None,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT to listen on.")] = None,
     queue: Annotated[Path | None, typer.Option(help="The queue, a SQLite file on a local disk.")] = None,
-    workers: Annotated[int | None, typer.Option(min=0, help="Worker processes.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Worker processes, or actors.")] = None,
+    executor: Annotated[str | None, typer.Option(help="What runs them: processes or ray.")] = None,
     *,
     check_config: Annotated[bool, typer.Option("--check-config", help="Say whether the settings will do, and end.")] = False,
 ) -> None:
     """Take documents over HTTP, prefill them when it suits, and publish their KV caches. Options override the settings file."""
-    from kvcdn.origin.serve import run  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.serve import require_workers, run  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.origin.service_settings import load_settings  # noqa: PLC0415
 
     given = {
@@ -36,10 +37,12 @@ def origin(
         "listen": listen,
         "queue_file": queue,
         "workers": workers,
+        "executor": executor,
     }
     settings = load_settings(config, given)
     if check_config:
         settings.guard()
+        require_workers(settings)
         print_pairs([("settings", "good"), ("listens", str(settings.address)), ("models", ", ".join(settings.models))])
         return
     run(settings)
