@@ -63,6 +63,7 @@ class EdgeUsage:
                 "blocks_asked": note.asked,
                 "blocks_matched": note.blocks,
                 "blocks_evicted": int(note.evicted),
+                "matches_cut": int(bool(note.reason)),
             }
         else:
             name = ObjectName.from_path(request.rel_url.raw_path)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvcdn.accounting.books import Books
 from kvcdn.accounting.entry import Entry, Key, Loss, Outcome, Part
-from kvcdn.accounting.hits import By, evicted_prompts, rows
+from kvcdn.accounting.hits import By, rows
 from kvcdn.accounting.reconcile import Verdict, reconcile
 from kvcdn.accounting.snapshot import Head, LedgerId, Run, RunId, Snapshot
 
@@ -92,7 +92,7 @@ def test_an_edge_that_had_it_is_why_the_hit_was_lost():
     refused = client(Outcome.MISSED, prompt="cd" * 16, loss=Loss.REFUSED, tokens_lost=50, tokens_offered=50)
     ours = [edge(Outcome.MATCHED, blocks_evicted=1), edge(Outcome.MATCHED, prompt="cd" * 16, blocks_evicted=1)]
     books = Books.of([ledger(1, [lost, refused]), ledger(2, ours)])
-    (row,) = rows(books, By.ALL, evicted_prompts(books))
+    (row,) = rows(books, By.ALL)
     assert {Loss.EVICTED: 100, Loss.REFUSED: 50} == row.lost
     assert 0 == row.hit_ratio
 

@@ -11,7 +11,7 @@ import typer
 from kvcdn.accounting.books import Books
 from kvcdn.accounting.costs import cost_of
 from kvcdn.accounting.entry import Loss
-from kvcdn.accounting.hits import By, Row, evicted_prompts, rows
+from kvcdn.accounting.hits import By, Row, rows
 from kvcdn.accounting.reconcile import reconcile as compare
 from kvcdn.cli.options import AsJson, Token
 from kvcdn.cli.output import note, print_json, print_pairs, print_table, print_text, size
@@ -78,7 +78,7 @@ def usage(
     if reconcile:
         show_reconciliation(compare(books), as_json=as_json)
         return
-    found = rows(books.tied(), by, evicted_prompts(books))
+    found = rows(books.tied(), by)
     priced = read_prices(store, delivery, device, gpu_hour, prices) if cost else None
     if as_json:
         shown = [{**row.to_json(), **({"cost": cost_of(row, priced).to_json()} if priced else {})} for row in found]
