@@ -121,3 +121,14 @@ def test_ratios_are_of_tokens_and_of_bytes():
     (empty,) = rows(Books.of([ledger(1, [client(tokens_asked=5)])]), By.ALL)
     assert (None, None) == (empty.hit_ratio, empty.edge_hit_ratio)
     assert {"hit": 30, "miss": 50, "evicted": 20} == row.to_json()["edge_bytes"]
+
+
+@pytest.mark.parametrize(("published", "holds"), [(4, True), (3, False)])
+def test_nobody_reads_more_than_was_published(published, holds):
+    """Of a document whose publication is in a ledger; two publications are one document."""
+    origin = Entry(
+        Key(Part.ORIGIN, 9, "press", "", "cd" * 32, "", Outcome.PUBLISHED), {"documents": 2, "tokens_published": 2 * published}
+    )
+    theirs, ours = [BEGUN, client(bytes_edge=9, tokens_begun=4)], [edge(bytes_sent=9, tokens_served=4)]
+    found = reconcile(Books.of([ledger(1, theirs), ledger(2, ours), ledger(3, [origin])]))
+    assert (holds, 1, 0) == (found.holds, found.documents, found.documents_unknown)
