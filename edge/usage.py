@@ -56,7 +56,7 @@ class EdgeUsage:
             return
         prompt, document = read_tie(request.headers.get(HEADER))
         tenant = request.get(TENANT, "")
-        key = Key(Part.EDGE, hour_of(), tenant, "", document, prompt, Outcome.MATCHED, reason=str(note.reason))
+        key = Key(Part.EDGE, hour_of(), tenant, "", "", prompt, Outcome.MATCHED, reason=str(note.reason))
         if note.route == "match":
             counts = {
                 "matches": 1,
@@ -68,7 +68,9 @@ class EdgeUsage:
         else:
             name = ObjectName.from_path(request.rel_url.raw_path)
             good = response.status in _BODIES
-            key = key._replace(model="" if name is None else str(name.tag), outcome=_outcome(note))
+            # Of what is not there the names are whoever's asks: they must not fill the ledger.
+            model = str(name.tag) if good and name is not None else ""
+            key = key._replace(model=model, document=document if good else "", outcome=_outcome(note))
             # A block counts with the answer that sends its first byte: readers begin there, and take up elsewhere.
             whole = response.status == 200 or bool(_FIRST.match(response.headers.get("Content-Range", "")))  # noqa: PLR2004 - HTTP's
             if _is_peer(request, tenant):
@@ -89,7 +91,8 @@ class EdgeUsage:
         """A fill has ended, with the object or with `refusal`."""
         outcome, reason = (Outcome.FILLED, "") if refusal is None else (Outcome.FAILED, str(refusal.reason))
         size = fill.size if refusal is None else fill.verified
-        key = Key(Part.EDGE, hour_of(), "", str(fill.name.tag), "", "", outcome, reason=reason)
+        model = str(fill.name.tag) if refusal is None else ""
+        key = Key(Part.EDGE, hour_of(), "", model, "", "", outcome, reason=reason)
         asked, came = ("peer_requests", "peer_bytes") if fill.from_peer else ("origin_requests", "origin_bytes")
         self._recorder.add(key, {asked: 1 + fill.resumes, **({came: size} if size else {})})
 

@@ -2,9 +2,9 @@
 
 Entries are appended. When there are more than DETAILED_ENTRIES, the oldest are added up without their prompts, so that nobody
 is billed wrongly for the sake of a limit: sums stay exact, only the ties between a client's and an edge's entries are lost.
-When there are more than SUMMED_ENTRIES of these, the oldest lose their documents, and at last the oldest hours are deleted,
-which is counted. All of that happens in the transaction that writes, so that a kill leaves one state or the other; what a
-power failure takes is the last transactions, not the file.
+When there are more than SUMMED_ENTRIES of these, the oldest lose their documents, then all do, and at last the oldest hours
+are deleted, which is counted. All of that happens in the transaction that writes, so that a kill leaves one state or the
+other; what a power failure takes is the last transactions, not the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
-from kvcdn.accounting.entry import Entry, Key, Part, added
+from kvcdn.accounting.entry import LAST_HOUR, Entry, Key, Part, added
 from kvcdn.accounting.snapshot import MAX_RUNS, Head, RunId, Snapshot, encode_lines
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
 
@@ -199,7 +199,10 @@ class Ledger:
         if folded_to > int(self._state(base, "folded_to", -1)):
             base.execute("INSERT OR REPLACE INTO state VALUES ('folded_to', ?)", (folded_to,))
         if self._sums(base) > self._summed:
-            self._leave_documents_out(base)
+            (middle,) = base.execute("SELECT hour FROM sums ORDER BY hour LIMIT 1 OFFSET ?", (self._summed // 2,)).fetchone()
+            self._leave_documents_out(base, middle)
+        if self._sums(base) > self._summed:
+            self._leave_documents_out(base, LAST_HOUR)
         if self._sums(base) > self._summed:
             self._forget(base)
 
@@ -208,11 +211,10 @@ class Ledger:
         (count,) = base.execute("SELECT COUNT(*) FROM sums").fetchone()
         return int(count)
 
-    def _leave_documents_out(self, base: sqlite3.Connection) -> None:
-        """Of the older half of the sums."""
-        ((middle,),) = base.execute("SELECT hour FROM sums ORDER BY hour LIMIT 1 OFFSET ?", (self._summed // 2,)).fetchall()
-        rows = base.execute("SELECT key, counts FROM sums WHERE hour <= ?", (middle,)).fetchall()
-        base.execute("DELETE FROM sums WHERE hour <= ?", (middle,))
+    def _leave_documents_out(self, base: sqlite3.Connection, last: int) -> None:
+        """Of the sums up to the hour `last`."""
+        rows = base.execute("SELECT key, counts FROM sums WHERE hour <= ?", (last,)).fetchall()
+        base.execute("DELETE FROM sums WHERE hour <= ?", (last,))
         self._add_up(base, ((read_key(key)._replace(document=""), json.loads(counts)) for key, counts in rows))
 
     def _forget(self, base: sqlite3.Connection) -> None:
