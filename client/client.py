@@ -253,11 +253,18 @@ class Client:
     def generate_batch(self, prompts: Sequence[PromptLike], **options: Any) -> list[Answer]:
         """As `generate` for each of `prompts`, in one run of the model. Raises UsageError as `run_batch`."""
         started = time.perf_counter()
-        rows = []
+        rows: list[Row] = []
+        attempts: list[Attempt | None] = []
         for prompt in [self.encode(prompt) for prompt in prompts]:
-            report, cache = self.load_cache(prompt, started)
-            rows.append(Row(prompt, cache, report))
-        return run_batch(self, rows, started, options)
+            report, attempt = self._attempt(prompt, started, self._aim)
+            attempts.append(attempt)
+            rows.append(Row(prompt, self._admitted(attempt), report))
+        try:
+            return run_batch(self, rows, started, options)
+        finally:
+            # What is common to all rows may be less than what each has loaded.
+            for row, attempt in zip(rows, attempts, strict=True):
+                self._count(row.report, attempt)
 
     # -- the way of one prompt ----------------------------------------------------------------------------------------------
 
@@ -287,9 +294,12 @@ class Client:
         if attempt is not None and stop is not None:
             attempt.stop_when(stop.is_set)
         try:
-            return report, None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
+            return report, self._admitted(attempt)
         finally:
             self._count(report, attempt)
+
+    def _admitted(self, attempt: Attempt | None) -> Cache | None:
+        return None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
 
     def guard(self) -> None:
         """Compares passes beside marked caches with their prompts until the client is closed."""

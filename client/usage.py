@@ -95,7 +95,9 @@ class Usage:
         lost = offered - reused
         loss = Loss.NONE
         if lost or (attempt is None and report.reason is not None):
-            loss = _LOSSES[report.reason] if report.reason else Loss.SLOWER
+            # Computed beside fetching by plan; a batch, too, may use less than what was there, for no reason of this kind.
+            computed = Loss.SLOWER if report.tokens_computed else Loss.NONE
+            loss = _LOSSES[report.reason] if report.reason else computed
             if loss is Loss.NOT_PUBLISHED and attempt is not None and attempt.published_tokens:
                 loss = Loss.DIVERGED
         outcome = Outcome.MISSED if not reused else Outcome.PARTLY if lost else Outcome.REUSED

@@ -277,13 +277,15 @@ class Edge:
             result = await match_chain(self._recall.revoked.lead(asked.keys), self._presence)
         except UnavailableError as error:
             note = replace(note, asked=len(asked.keys), evicted=self._cache.has_evicted(asked.keys[0]))
+            note = replace(note, reason=Reason.ORIGIN_UNAVAILABLE)
             return PlainResponse.line(note, 504, str(error), {})
         detail = {} if result.complete else {"Cache-Status": cache_status(CacheOutcome.HIT, Reason.ORIGIN_UNAVAILABLE)}
         matched = len(result.sizes)
         last = asked.keys[matched - 1] if matched else ""
         evicted = any(self._cache.has_evicted(key) for key in asked.keys[matched : matched + 1])
         note = Note("match", f"{matched} of {len(asked.keys)} blocks", key=last, blocks=matched)
-        note = replace(note, asked=len(asked.keys), evicted=evicted)
+        reason = "" if result.complete else Reason.ORIGIN_UNAVAILABLE
+        note = replace(note, asked=len(asked.keys), evicted=evicted, reason=reason)
         self._cache.announce(asked.keys[:matched])
         return PlainResponse(note, 200, {**JSON_HEADERS, **detail}, result.encode())
 

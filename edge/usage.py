@@ -56,19 +56,22 @@ class EdgeUsage:
             return
         prompt, document = read_tie(request.headers.get(HEADER))
         tenant = request.get(TENANT, "")
-        key = Key(Part.EDGE, hour_of(), tenant, "", document, prompt, Outcome.MATCHED, reason=str(note.reason))
+        key = Key(Part.EDGE, hour_of(), tenant, "", "", prompt, Outcome.MATCHED, reason=str(note.reason))
         if note.route == "match":
             counts = {
                 "matches": 1,
                 "blocks_asked": note.asked,
                 "blocks_matched": note.blocks,
                 "blocks_evicted": int(note.evicted),
+                "matches_cut": int(bool(note.reason)),
             }
             self._add(key, counts)
             return
         name = ObjectName.from_path(request.rel_url.raw_path)
         good = response.status in _BODIES
-        key = key._replace(model="" if name is None else str(name.tag), outcome=_outcome(note))
+        # Of what is not there the names are whoever's asks: they must not fill the ledger.
+        model = str(name.tag) if good and name is not None else ""
+        key = key._replace(model=model, document=document if good else "", outcome=_outcome(note))
         if _is_peer(request, tenant):
             # What it asks for is for readers of its own, who are counted there.
             self._recorder.add(key, {"requests_peers": 1, "bytes_peers": sent if good else 0})
@@ -93,7 +96,8 @@ class EdgeUsage:
         """A fill has ended, with the object or with `refusal`."""
         outcome, reason = (Outcome.FILLED, "") if refusal is None else (Outcome.FAILED, str(refusal.reason))
         size = fill.size if refusal is None else fill.verified
-        key = Key(Part.EDGE, hour_of(), "", str(fill.name.tag), "", "", outcome, reason=reason)
+        model = str(fill.name.tag) if refusal is None else ""
+        key = Key(Part.EDGE, hour_of(), "", model, "", "", outcome, reason=reason)
         asked, came = ("peer_requests", "peer_bytes") if fill.from_peer else ("origin_requests", "origin_bytes")
         self._recorder.add(key, {asked: 1 + fill.resumes, **({came: size} if size else {})})
 

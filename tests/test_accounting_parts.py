@@ -17,7 +17,7 @@ from kvcdn.origin.publish import Publisher
 from kvcdn.origin.usage import OriginUsage
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
-from support.edge_process import WatchedStore, ask, edge_in_thread, settle
+from support.edge_process import WatchedStore, ask, ask_match, edge_in_thread, settle
 from support.published import Published, publish_text
 from support.tiny import TEXT
 
@@ -241,3 +241,28 @@ def test_reports_name_the_prompt(published, tmp_path):
     assert report.prompt_id == json.loads(json.dumps(report.to_json()))["prompt_id"]
     with contextlib.closing(Usage(tmp_path / "usage.sqlite")) as usage:
         usage.flush()
+
+
+def test_names_of_what_is_not_there_do_not_fill_the_ledger(published, tmp_path):
+    """Whoever asks for a thousand models that there are not is counted under one key."""
+    path = tmp_path / "edge.sqlite"
+    with edge_in_thread(published.store, tmp_path / "edge", usage_file=path) as edge:
+        for number in range(20):
+            address = f"{number:064x}"
+            headers = {HEADER: f"{'ab' * 16}/{address}"}
+            assert 404 == ask(edge.url, f"/v1/{number:032x}/blocks/{address[:2]}/{address}", headers=headers).status
+        ask_match(edge.url, "cd" * 16, ["ef" * 32])
+    found = entries(path, Part.EDGE)
+    assert {("", "")} == {(entry.key.model, entry.key.document) for entry in found}
+    assert 20 == total(entry.counts for entry in found)["requests"]
+
+
+def test_a_batch_counts_what_it_used(published, tmp_path):
+    """Rows that are loaded further than the others read the rest again, and did not reuse it."""
+    texts = [published.text + QUESTION, published.text[:6000] + QUESTION]
+    with published.client(usage=tmp_path / "usage.sqlite") as client:
+        reports = [answer.report for answer in client.generate_batch(texts, max_new_tokens=1)]
+    found = counts(tmp_path / "usage.sqlite", Part.CLIENT)
+    assert 2 == found["prompts"] == found["begun"]
+    assert sum(report.tokens_reused for report in reports) == found["tokens_fetched"]
+    assert sum(report.tokens_total for report in reports) == found["tokens_asked"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvcdn.accounting.books import Books
 from kvcdn.accounting.entry import Entry, Key, Loss, Outcome, Part
-from kvcdn.accounting.hits import By, evicted_prompts, rows
+from kvcdn.accounting.hits import By, rows
 from kvcdn.accounting.reconcile import Verdict, reconcile
 from kvcdn.accounting.snapshot import Head, LedgerId, Run, RunId, Snapshot
 
@@ -92,7 +92,7 @@ def test_an_edge_that_had_it_is_why_the_hit_was_lost():
     refused = client(Outcome.MISSED, prompt="cd" * 16, loss=Loss.REFUSED, tokens_lost=50, tokens_offered=50)
     ours = [edge(Outcome.MATCHED, blocks_evicted=1), edge(Outcome.MATCHED, prompt="cd" * 16, blocks_evicted=1)]
     books = Books.of([ledger(1, [lost, refused]), ledger(2, ours)])
-    (row,) = rows(books, By.ALL, evicted_prompts(books))
+    (row,) = rows(books, By.ALL)
     assert {Loss.EVICTED: 100, Loss.REFUSED: 50} == row.lost
     assert 0 == row.hit_ratio
 
@@ -121,3 +121,14 @@ def test_ratios_are_of_tokens_and_of_bytes():
     (empty,) = rows(Books.of([ledger(1, [client(tokens_asked=5)])]), By.ALL)
     assert (None, None) == (empty.hit_ratio, empty.edge_hit_ratio)
     assert {"hit": 30, "miss": 50, "evicted": 20} == row.to_json()["edge_bytes"]
+
+
+@pytest.mark.parametrize(("published", "holds"), [(4, True), (3, False)])
+def test_nobody_reads_more_than_was_published(published, holds):
+    """Of a document whose publication is in a ledger; two publications are one document."""
+    origin = Entry(
+        Key(Part.ORIGIN, 9, "press", "", "cd" * 32, "", Outcome.PUBLISHED), {"documents": 2, "tokens_published": 2 * published}
+    )
+    theirs, ours = [BEGUN, client(bytes_edge=9, tokens_begun=4)], [edge(bytes_sent=9, tokens_served=4)]
+    found = reconcile(Books.of([ledger(1, theirs), ledger(2, ours), ledger(3, [origin])]))
+    assert (holds, 1, 0) == (found.holds, found.documents, found.documents_unknown)

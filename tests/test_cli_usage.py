@@ -129,14 +129,16 @@ def test_bills_are_exported(made):
 
 def test_costs_follow_the_prices(made):
     """One price changed, and what hangs on it moves; nothing else does."""
-    (cheap,) = usage(made, "--cost", "--delivery", "bunny", "--json").json["rows"]
-    (dear,) = usage(made, "--cost", "--delivery", "cloudfront", "--json").json["rows"]
+    (cheap,) = usage(made, "--cost", "--device", "h100", "--delivery", "bunny", "--json").json["rows"]
+    (dear,) = usage(made, "--cost", "--device", "h100", "--delivery", "cloudfront", "--json").json["rows"]
     sent = Decimal(2 * made[1].result.stored_bytes) / 10**9
     assert Decimal(cheap["cost"]["edge_traffic"]) == sent * Decimal("0.01")
     assert Decimal(dear["cost"]["edge_traffic"]) == sent * Decimal("0.085")
     same = ("origin_traffic", "origin_requests", "publishing", "saved")
     assert [cheap["cost"][name] for name in same] == [dear["cost"][name] for name in same]
-    assert 2 == usage(made, "--cost", "--store", "attic").code
+    assert [2, 2, 0] == [
+        usage(made, "--cost", *more).code for more in ((), ("--gpu-hour", "1", "--store", "attic"), ("--gpu-hour", "0"))
+    ]
 
 
 def test_a_period_is_hours(made):

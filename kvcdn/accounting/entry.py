@@ -129,6 +129,7 @@ COUNTS = frozenset(
         "blocks_served",
         "bytes_sent",
         "matches",
+        "matches_cut",
         "blocks_asked",
         "blocks_matched",
         "blocks_evicted",

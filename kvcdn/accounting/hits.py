@@ -75,16 +75,17 @@ class Row:
         }
 
 
-def rows(books: Books, by: By, evicted: frozenset[str] = frozenset()) -> list[Row]:
-    """What `books` say, most tokens asked first. Of prompts in `evicted`, edges say that they had to send objects away."""
+def rows(books: Books, by: By) -> list[Row]:
+    """What `books` say, most tokens asked first."""
     found: dict[str, Row] = {}
+    word = edges_word(books)
     for entry in books:
         row = found.setdefault(by.of(entry), Row(by.of(entry)))
         match entry.key.part:
             case Part.CLIENT:
                 row.client = total((row.client, entry.counts))
                 if lost := entry.counts.get("tokens_lost", 0):
-                    loss = blamed(entry, evicted)
+                    loss = blamed(entry, word)
                     row.lost[loss] = row.lost.get(loss, 0) + lost
             case Part.EDGE:
                 row.edge = total((row.edge, entry.counts))
@@ -99,19 +100,22 @@ def _order(row: Row) -> tuple[int, int, str]:
     return -row.client.get("tokens_asked", 0), -row.edge.get("bytes_sent", 0), row.name
 
 
-def blamed(entry: Entry, evicted: frozenset[str]) -> Loss:
-    """Who lost a client's hit: its own word, unless an edge says of the same prompt that it once had what was missing."""
+def edges_word(books: Books) -> dict[str, Loss]:
+    """What only edges know of prompts: that they once had what was missing, or could not ask the origin for it."""
+    found: dict[str, Loss] = {}
+    for entry in books:
+        if entry.key.part is Part.EDGE and entry.key.prompt:
+            if entry.counts.get("blocks_evicted"):
+                found[entry.key.prompt] = Loss.EVICTED
+            elif entry.counts.get("matches_cut"):
+                found.setdefault(entry.key.prompt, Loss.UNAVAILABLE)
+    return found
+
+
+def blamed(entry: Entry, word: Mapping[str, Loss]) -> Loss:
+    """Who lost a client's hit: its own word, unless that only says that nothing more was there, and an edge knows why."""
     passing = (Loss.NOT_PUBLISHED, Loss.DIVERGED, Loss.UNAVAILABLE, Loss.NONE)
-    return Loss.EVICTED if entry.key.prompt in evicted and entry.key.loss in passing else entry.key.loss
-
-
-def evicted_prompts(books: Books) -> frozenset[str]:
-    """Prompts of which an edge could not give blocks that it once had."""
-    return frozenset(
-        entry.key.prompt
-        for entry in books
-        if entry.key.part is Part.EDGE and entry.key.prompt and entry.counts.get("blocks_evicted", 0)
-    )
+    return word.get(entry.key.prompt, entry.key.loss) if entry.key.loss in passing else entry.key.loss
 
 
 def _sorted(counts: Mapping[str, int]) -> dict[str, int]:

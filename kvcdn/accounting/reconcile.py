@@ -53,7 +53,7 @@ class Tied:
     edge: Counts = field(default_factory=dict)
     begun: bool = False
     ended: bool = False
-    tenants: set[str] = field(default_factory=set)
+    document: str = ""
 
     @property
     def sent(self) -> int:
@@ -86,6 +86,10 @@ class Reconciliation:
     tokens_begun: int
     untied: int
     """Bytes that edges sent to readers who gave no id."""
+    documents: int
+    """Documents that were read through edges, and whose publication is in an origin's ledger."""
+    documents_unknown: int
+    """Those that were published elsewhere, or before."""
     faults: tuple[Tied, ...]
     edges_unended: int
     clients_unended: int
@@ -112,6 +116,8 @@ class Reconciliation:
             "tokens_served": self.tokens_served,
             "tokens_begun": self.tokens_begun,
             "untied_bytes": self.untied,
+            "documents": self.documents,
+            "documents_unknown": self.documents_unknown,
             "edges_unended": self.edges_unended,
             "clients_unended": self.clients_unended,
             "faults": [
@@ -123,12 +129,12 @@ class Reconciliation:
 
 def reconcile(books: Books) -> Reconciliation:
     """Compares what `books` say of each prompt."""
-    tied, parts, runs, folded_to = _tied(books), books.parts(), books.runs, books.folded_to
+    tied, known = _tied(books), _Known(books.parts(), books.runs, books.folded_to, _published(books))
     verdicts: dict[Verdict, int] = {}
     differences: dict[Verdict, int] = {}
     faults = []
     for one in tied.values():
-        verdict = _verdict(one, parts, runs, folded_to)
+        verdict = _verdict(one, known)
         verdicts[verdict] = verdicts.get(verdict, 0) + 1
         if one.difference and verdict is not Verdict.AGREED:
             differences[verdict] = differences.get(verdict, 0) + abs(one.difference)
@@ -150,10 +156,22 @@ def reconcile(books: Books) -> Reconciliation:
         tokens_served=sum(one.edge.get("tokens_served", 0) for one in tied.values()),
         tokens_begun=sum(one.client.get("tokens_begun", 0) for one in tied.values() if one.client.get("bytes_edge")),
         untied=untied,
+        documents=len({one.document for one in tied.values() if one.received} & set(known.published)),
+        documents_unknown=len({one.document for one in tied.values() if one.received} - set(known.published)),
         faults=tuple(sorted(faults, key=lambda one: (one.hour, one.prompt))),
         edges_unended=sum(run.part is Part.EDGE for run in books.runs),
         clients_unended=sum(run.part is Part.CLIENT for run in books.runs),
     )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known besides the prompts."""
+
+    parts: set[Part]
+    runs: Sequence[Run]
+    folded_to: int
+    published: Mapping[str, int]
 
 
 def _tied(books: Books) -> dict[str, Tied]:
@@ -164,14 +182,23 @@ def _tied(books: Books) -> dict[str, Tied]:
             continue
         one = found.setdefault(key.prompt, Tied(key.prompt, key.hour))
         one.hour = min(one.hour, key.hour)
-        one.tenants |= {key.tenant} - {""}
         if key.part is Part.EDGE:
             _add(one.edge, entry.counts)
         elif key.part is Part.CLIENT:
             one.begun = one.begun or key.outcome is Outcome.BEGUN
             one.ended = one.ended or key.outcome is not Outcome.BEGUN
+            one.document = one.document or key.document
             _add(one.client, entry.counts)
     return found
+
+
+def _published(books: Books) -> dict[str, int]:
+    """Tokens of documents, as their publishers counted them."""
+    found: dict[str, Counts] = {}
+    for entry in books:
+        if entry.key.part is Part.ORIGIN and entry.key.document:
+            _add(found.setdefault(entry.key.document, {}), entry.counts)
+    return {document: counts.get("tokens_published", 0) // counts["documents"] for document, counts in found.items()}
 
 
 def _add(counts: Counts, more: Mapping[str, int]) -> None:
@@ -179,30 +206,34 @@ def _add(counts: Counts, more: Mapping[str, int]) -> None:
         counts[name] = counts.get(name, 0) + count
 
 
-def _verdict(one: Tied, parts: set[Part], runs: Sequence[Run], folded_to: int) -> Verdict:
-    if one.ended and not one.difference and _tokens_agree(one):
+def _verdict(one: Tied, known: _Known) -> Verdict:
+    if one.ended and not one.difference and _tokens_agree(one, known.published):
         return Verdict.AGREED
-    if one.hour <= folded_to:
+    if one.hour <= known.folded_to:
         return Verdict.FOLDED
     if not one.begun and not one.ended:
-        return _missing(Part.CLIENT, Verdict.NO_CLIENT_LEDGER, Verdict.CLIENT_UNKNOWN, parts, runs)
+        return _missing(Part.CLIENT, Verdict.NO_CLIENT_LEDGER, Verdict.CLIENT_UNKNOWN, known)
     if not one.ended:
         return Verdict.NOT_ENDED
     if one.difference < 0:
-        return _missing(Part.EDGE, Verdict.NO_EDGE_LEDGER, Verdict.EDGE_LOST, parts, runs)
+        return _missing(Part.EDGE, Verdict.NO_EDGE_LEDGER, Verdict.EDGE_LOST, known)
     return Verdict.IN_FLIGHT if one.client.get("requests_cut", 0) else Verdict.UNEXPLAINED
 
 
-def _missing(part: Part, not_given: Verdict, killed: Verdict, parts: set[Part], runs: Sequence[Run]) -> Verdict:
+def _missing(part: Part, not_given: Verdict, killed: Verdict, known: _Known) -> Verdict:
     """Why a part does not know what the other does."""
-    if part not in parts:
+    if part not in known.parts:
         return not_given
-    return killed if unended(runs, part) else Verdict.UNEXPLAINED
+    return killed if unended(known.runs, part) else Verdict.UNEXPLAINED
 
 
-def _tokens_agree(one: Tied) -> bool:
-    """Whether blocks' tokens are the same on both sides; a request that is not read to its end may begin a block in vain."""
-    # Objects that are read whole, such as the bases of codecs, are no blocks of the prompt.
+def _tokens_agree(one: Tied, published: Mapping[str, int]) -> bool:
+    """Whether blocks' tokens are the same on both sides, and no more than their publisher says the document has."""
+    begun = one.client.get("tokens_begun", 0)
+    if begun > published.get(one.document, begun):
+        return False
+    # A request that is not read to its end may begin a block in vain; and what is read whole, as the bases of codecs are, is no
+    # block of the prompt.
     if not one.received or one.client.get("requests_cut", 0) or one.client.get("objects_read", 0):
         return True
-    return one.edge.get("tokens_served", 0) == one.client.get("tokens_begun", 0)
+    return one.edge.get("tokens_served", 0) == begun

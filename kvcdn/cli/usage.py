@@ -11,7 +11,7 @@ import typer
 from kvcdn.accounting.books import Books
 from kvcdn.accounting.costs import cost_of
 from kvcdn.accounting.entry import Loss
-from kvcdn.accounting.hits import By, Row, evicted_prompts, rows
+from kvcdn.accounting.hits import By, Row, rows
 from kvcdn.accounting.reconcile import reconcile as compare
 from kvcdn.cli.options import AsJson, Token
 from kvcdn.cli.output import note, print_json, print_pairs, print_table, print_text, size
@@ -42,7 +42,7 @@ def usage(
     until: Annotated[str | None, typer.Option("--to", help="Hour before which it ends.", metavar="TIME")] = None,
     store: Annotated[str | None, typer.Option(help="With --cost: prices of the origin's store, such as s3 or r2.")] = None,
     delivery: Annotated[str | None, typer.Option(help="With --cost: prices of what edges send, such as own or bunny.")] = None,
-    device: Annotated[str | None, typer.Option(help="With --cost: the device that prefills, such as h100.")] = None,
+    device: Annotated[str | None, typer.Option(help="With --cost: the device that readers prefill on, such as h100.")] = None,
     gpu_hour: Annotated[float | None, typer.Option(min=0, help="With --cost: USD for an hour of that device.")] = None,
     prices: Annotated[
         Path | None, typer.Option(help="With --cost: prices of your own; infra/prices.toml is a commented sample.")
@@ -78,7 +78,7 @@ def usage(
     if reconcile:
         show_reconciliation(compare(books), as_json=as_json)
         return
-    found = rows(books.tied(), by, evicted_prompts(books))
+    found = rows(books.tied(), by)
     priced = read_prices(store, delivery, device, gpu_hour, prices) if cost else None
     if as_json:
         shown = [{**row.to_json(), **({"cost": cost_of(row, priced).to_json()} if priced else {})} for row in found]
@@ -100,8 +100,9 @@ def _warn(books: Books) -> None:
     if books.dropped or books.forgotten:
         note(f"{books.dropped:,} entries were never written, {books.forgotten:,} sums deleted for want of room")
     if books.runs:
-        killed = f"{len(books.runs)} processes have not said that they ended: they still count, or were killed"
-        note(f"{killed}, and what they had not written yet is missing")
+        count = len(books.runs)
+        who = "a process has not said that it" if count == 1 else f"{count:,} processes have not said that they"
+        note(f"{who} ended: still counting, or killed; what was not written yet is missing")
 
 
 def share(value: float | None) -> str:

@@ -34,17 +34,25 @@ class Export(enum.StrEnum):
 def read_prices(
     store: str | None, delivery: str | None, device: str | None, gpu_hour: float | None, path: Path | None
 ) -> Prices:
-    """The prices that options name, by default S3's, of edges of one's own, of an H100. Raises UsageError, NotFoundError."""
+    """The prices that options name, by default S3's and of edges of one's own. Raises UsageError, NotFoundError."""
+    if device is None and gpu_hour is None:
+        raise UsageError(
+            "--cost needs the price of an hour of what readers prefill on", hint="--device h100, or --gpu-hour 2.50; 0 for none"
+        )
     book = PriceBook.presets()
     if path is not None:
         book = book.with_toml(read_text(path), str(path))
-    chosen = known("device", device or "h100", book.devices)
-    hour, source = hourly(chosen, gpu_hour)
+    if device is None:
+        hour, source = gpu_hour or 0.0, "given"
+    else:
+        chosen = known("device", device, book.devices)
+        hour, price = hourly(chosen, gpu_hour)
+        source = f"{chosen.name}: {price}"
     return Prices(
         known("store", store or "s3", book.stores),
         known("delivery", delivery or "own", book.deliveries),
         number("--gpu-hour", hour),
-        f"{chosen.name}: {source}",
+        source,
     )
 
 

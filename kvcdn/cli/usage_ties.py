@@ -56,6 +56,9 @@ def show_reconciliation(found: Reconciliation, *, as_json: bool) -> None:
             differ = found.at_most.get(verdict, 0)
             pairs.append((verdict.value, f"{count:,} prompts, {size(differ)} apart: {_WORDS[verdict]}"))
         pairs.append(("known to differ", f"by {size(found.bound)} at most"))
+        if found.documents:
+            elsewhere = f", {found.documents_unknown:,} published elsewhere" if found.documents_unknown else ""
+            pairs.append(("documents", f"{found.documents:,} of as many tokens as were published{elsewhere}"))
         if found.untied:
             pairs.append(("without a tie", f"{size(found.untied)} sent to readers who do not count"))
         pairs.append(("verdict", "the counts reconcile" if found.holds else f"{len(found.faults):,} prompts do not reconcile"))
