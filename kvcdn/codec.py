@@ -25,7 +25,6 @@ _BLOSC_HEADER = struct.Struct("<BBBBIII")
 
 _BLOSC_EXTENDED_HEADER_BYTES = 32
 _BLOSC_ZSTD_LEVEL = 1
-_BLOSC_CODES_LEVEL = 9
 """Real bf16 KV: level 1 and level 9 differ by less than 1 % in size, since exponents have little but their histogram."""
 
 _BLOSC_EXTENDED_FLAGS = 0x05
@@ -153,8 +152,6 @@ CODECS: Mapping[str, Codec] = {"raw": RawCodec(), "blosc2": BloscCodec()}
 
 LOSSY_CODECS = ("quant", "tc")
 
-_CODES = BloscCodec(_BLOSC_CODES_LEVEL)
-
 
 def encode_smallest(raw: Buffer, typesize: int) -> tuple[str, bytes]:
     """Name and bytes of the smallest encoding of `raw`."""
@@ -179,17 +176,3 @@ def _lossy_decoder(codec: str) -> Callable[[Buffer, Rows, memoryview, str], None
     from kvcdn.codecs.transform import decode_transform  # noqa: PLC0415
 
     return {"quant": decode_grid, "tc": decode_transform}[codec]
-
-
-def pack(raw: bytes, typesize: int) -> bytes:
-    """A stream inside a lossy part: a blosc2 chunk, or the bytes as they are where that is not smaller (FORMAT.md 4.4)."""
-    chunk = _CODES.encode(raw, typesize) if raw else raw
-    return chunk if len(chunk) < len(raw) else raw
-
-
-def unpack(packed: Buffer, typesize: int, out: memoryview, what: str) -> None:
-    """Fills `out` from a stream made by `pack`: as long as `out`, it is the bytes themselves. Raises CorruptError."""
-    if len(packed) == len(out):
-        out[:] = packed
-    else:
-        CODECS["blosc2"].decode_into(packed, typesize, out, what)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcdn.block import seal_block
 from kvcdn.codec import Buffer, Encoded
-from kvcdn.codecs.choice import GridEncoder
+from kvcdn.codecs.choice import GridEncoder, choose_fine
 from kvcdn.errors import UsageError
 from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, Namespace, PrefixNames
 from kvcdn.model.load import LoadedModel
@@ -59,7 +59,9 @@ def estimate_publish(
     layers: list[list[Buffer | Encoded]] = [list(layer) for layer in block.raw_layers()]
     if precision != PRECISION_NATIVE:
         require_lossy(loaded, precision)
-        encoder = GridEncoder(identity.layout, precision, len(token_ids))
+        # Which tensors are finer is known when the whole document is; how many are is enough here.
+        fine = choose_fine(identity.layout, {})
+        encoder = GridEncoder(identity.layout, precision, len(token_ids), fine)
         layers = [
             [encoder.encode(raw, layer, tensor, first) for tensor, raw in enumerate(tensors)]
             for layer, tensors in enumerate(block.raw_layers())

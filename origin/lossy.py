@@ -18,14 +18,15 @@ from kvcdn.certificate import Certificate
 from kvcdn.codec import Buffer, Encoded
 from kvcdn.codecs.basis import Basis
 from kvcdn.codecs.carrier import carry
-from kvcdn.codecs.choice import GridEncoder, TensorEncoder, TransformEncoder, row_exponents
+from kvcdn.codecs.choice import GridEncoder, Place, TensorEncoder, TransformEncoder, choose_fine, grid_harm, row_exponents
+from kvcdn.errors import UnsupportedModelError
 from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames
 from kvcdn.manifest import BlockEntry
 from kvcdn.model.calibrate import calibrate, calibration_texts
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import tensor_bytes
 from kvcdn.model.quality import Judge, Kv, tail_tokens
-from kvcdn.model.sensitivity import row_gradients
+from kvcdn.model.sensitivity import Gradients, row_gradients
 from kvcdn.model.shelf import Shelf
 from kvcdn.origin.run import Run
 
@@ -114,17 +115,34 @@ class Encoders:
         """The encoder of a lossy precision."""
         layout = self._loaded.identity.layout
         if precision not in TRANSFORMED:
-            return GridEncoder(layout, precision, len(self._ids))
+            return GridEncoder(layout, precision, len(self._ids), self._fine() if precision == "int4" else ())
         if not self._exponents:
-            basis, total = self.basis, len(self._ids)
-            # Not along the tail: the certificate that is measured there would flatter (FORMAT.md 5.1).
-            seen = total - tail_tokens(total)
-            slopes = next(row_gradients(self._loaded, self._ids[:seen], self._exact, samples=1))
             self._exponents = [
-                [row_exponents(slope.numpy(), one, total) for slope, one in zip(rows, ones, strict=True)]
-                for rows, ones in zip(slopes, basis.tensors, strict=True)
+                [row_exponents(slope.numpy(), one, len(self._ids)) for slope, one in zip(rows, ones, strict=True)]
+                for rows, ones in zip(self._slopes(), self.basis.tensors, strict=True)
             ]
         return TransformEncoder(layout, precision, self.basis, self._exponents)
+
+    def _slopes(self) -> Gradients:
+        """Gradients of all rows before the tail."""
+        # Not along the tail: the certificate that is measured there would flatter (FORMAT.md 5.1).
+        seen = len(self._ids) - tail_tokens(len(self._ids))
+        return next(row_gradients(self._loaded, self._ids[:seen], self._exact, samples=1))
+
+    def _fine(self) -> frozenset[Place]:
+        """The tensors that want more bits than others."""
+        layout, total = self._loaded.identity.layout, len(self._ids)
+        try:
+            slopes = self._slopes()
+        except UnsupportedModelError:
+            # Layers of a kind that cannot be probed: nothing is known, and no tensor is better than another.
+            return choose_fine(layout, {})
+        harms = {
+            (layer, place): grid_harm(tensor_bytes(tensor[:total]), layout.layers[layer].tensors[place], slope.numpy())
+            for layer, rows in enumerate(slopes)
+            for place, (tensor, slope) in enumerate(zip(self._exact[layer], rows, strict=True))
+        }
+        return choose_fine(layout, harms)
 
     @property
     def basis(self) -> Basis:

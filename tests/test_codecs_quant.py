@@ -10,14 +10,14 @@ from attacks.payloads import COMPONENT_ROWS, RAW, ROWS, payloads, sound_grid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcdn.codec import Rows, decode_part, pack, unpack
+from kvcdn.codec import Rows, decode_part
 from kvcdn.codecs.numbers import to_float32, write_rounded
 from kvcdn.codecs.quant import Grid, encode_grid
 from kvcdn.errors import CorruptError
 
 GRIDS = st.builds(
     Grid,
-    st.integers(2, 8),
+    st.sampled_from([4, 8]),
     st.integers(1, 50),
     st.sampled_from([1, 2, 4, 8]),
     st.booleans(),
@@ -58,14 +58,25 @@ def test_numbers_come_back_within_a_step(grid: Grid, tokens: int, dtype: str, se
 
 
 def test_finer_grids_are_nearer() -> None:
-    """Each bit more halves the error, about."""
+    """Four bits more are a sixteenth of the error, about, as far as the rounding of numbers lets it show."""
     errors = []
-    for bits in range(2, 9):
+    for bits in (4, 8):
         encoded = encode_grid(RAW, ROWS, Grid(bits, 8, 1, centred=False))
         assert encoded is not None
         errors.append(float(np.abs(to_float32(encoded.decoded, "bfloat16") - to_float32(RAW, "bfloat16")).mean()))
-    assert errors == sorted(errors, reverse=True)
-    assert errors[6] < errors[2] / 8
+    assert errors[1] < errors[0] / 8
+
+
+@pytest.mark.parametrize(("tokens", "bits", "expected"), [(3, 4, b"\xf0\x01"), (4, 4, b"\x20\xf1"), (3, 8, b"\x00\x01\xff")])
+def test_codes_of_4_bits_share_bytes(tokens: int, bits: int, expected: bytes) -> None:
+    """The first half of them in the lower halves; nothing but codes is behind the parameters."""
+    values = np.arange(tokens, dtype="<f4").reshape(tokens, 1, 1)
+    values[-1] = (1 << bits) - 1
+    raw = values.tobytes()
+    encoded = encode_grid(raw, Rows("float32", values.shape), Grid(bits, tokens, 1, centred=False))
+    assert encoded is not None
+    assert expected == encoded.data[12:]
+    assert raw == encoded.decoded
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
@@ -112,14 +123,3 @@ def test_any_damage_is_refused_or_decodes_in_place(data: bytes, changes: list[tu
         changed[place % len(changed)] = value
     with suppress(CorruptError):
         decoded(bytes(changed[: len(changed) - cut // 16 if cut % 16 == 0 else None]), ROWS, len(RAW))
-
-
-@given(st.binary(max_size=300), st.sampled_from([1, 2]))
-def test_streams_are_never_longer_than_what_they_hold(raw: bytes, typesize: int) -> None:
-    """Packed or as they are, and told apart by their length."""
-    raw = raw[: len(raw) // 2 * 2] * 3
-    packed = pack(raw, typesize)
-    assert len(packed) <= len(raw)
-    out = bytearray(len(raw))
-    unpack(packed, typesize, memoryview(out), "stream")
-    assert raw == bytes(out)

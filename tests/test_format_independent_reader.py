@@ -14,6 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -491,11 +492,6 @@ def decode_chunk(encoded: bytes, size: int, element: int) -> bytes:
     return bytes(raw)
 
 
-def read_stream(encoded: bytes, size: int, element: int) -> bytes:
-    """4.4: as it is, or a chunk."""
-    return encoded if len(encoded) == size else decode_chunk(encoded, size, element)
-
-
 def bfloat16_numbers(patterns: Any) -> Any:
     return (patterns.astype("<u4") * 65536).astype("<u4").view("<f4")
 
@@ -511,19 +507,22 @@ def rounded(values: Any, dtype: str) -> bytes:
 def decode_grid(part: dict[str, Any], encoded: bytes) -> bytes:
     """4.4, a number at a time where that is clearer than fast."""
     tokens, heads, dim = part["shape"]
-    require(len(encoded) >= 16, "header of the grid")
-    bits, centred, lead, trail, per_tokens, per_values, packed, coded = struct.unpack("<BBBBHHII", encoded[:16])
-    require(2 <= bits <= 8 and centred in (0, 1) and per_tokens >= 1, "grid")
+    require(len(encoded) >= 8, "header of the grid")
+    bits, centred, lead, trail, per_tokens, per_values = struct.unpack("<BBBBHH", encoded[:8])
+    require(bits in (4, 8) and centred in (0, 1) and per_tokens >= 1, "grid")
     require(1 <= per_values <= dim and dim % per_values == 0 and lead + trail <= tokens, "groups")
     row = heads * dim * DTYPE_SIZE[part["dtype"]]
-    require(len(encoded) == 16 + (lead + trail) * row + packed + coded, "sizes of the grid")
-    first, last = encoded[16 : 16 + lead * row], encoded[16 + lead * row : 16 + (lead + trail) * row]
-    streams = encoded[16 + (lead + trail) * row :]
     middle = tokens - lead - trail
     groups = (-(-middle // per_tokens), heads, dim // per_values)
-    count = groups[0] * groups[1] * groups[2]
-    patterns = np.frombuffer(read_stream(streams[:packed], (2 - centred) * count * 2, 2), "<u2")
-    codes = np.frombuffer(read_stream(streams[packed:], middle * heads * dim, 1), "u1").reshape(middle, heads, dim)
+    count, wanted = groups[0] * groups[1] * groups[2], middle * heads * dim
+    starts = [8, lead * row, trail * row, (2 - centred) * count * 2, wanted if bits == 8 else (wanted + 1) // 2]
+    ends = list(accumulate(starts))
+    require(len(encoded) == ends[-1], "sizes of the grid")
+    first, last, parameters, stored = (encoded[begin:end] for begin, end in pairwise(ends))
+    patterns = np.frombuffer(parameters, "<u2")
+    if bits == 4:
+        stored = bytes([byte % 16 for byte in stored] + [byte // 16 for byte in stored])[:wanted]
+    codes = np.frombuffer(stored, "u1").reshape(middle, heads, dim)
     require((not ((patterns & 0x7F80) == 0x7F80).any() and not (patterns[-count:] & 0x8000).any()) or not count, "parameters")
     numbers = bfloat16_numbers(patterns)
     steps = numbers[len(numbers) - count :].reshape(groups)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,23 +12,23 @@ from numpy.typing import NDArray
 from kvcdn.basis import BasisName
 from kvcdn.codec import Buffer, Encoded, Rows
 from kvcdn.codecs.basis import Basis, TensorBasis
-from kvcdn.codecs.numbers import Floats
+from kvcdn.codecs.numbers import Floats, to_float32
 from kvcdn.codecs.quant import Grid, encode_grid
 from kvcdn.codecs.transform import encode_transform
 from kvcdn.keys import EXACT_TOKENS, BlockName
 from kvcdn.layout import Layout, TensorSpec
 
-BITS = {"int8": 8, "int4": 4}
-"""Bits of a code in each precision."""
+GROUP_TOKENS = {8: 256, 4: 128}
+"""Tokens that share a step and an offset, for each channel: channels differ by orders of magnitude, tokens of one do not."""
+
+FINE_SHARE = 1 / 20
+"""Of all bytes, the tensors that have 8 bits in int4: a few, mostly K of single layers, do most of the harm at 4."""
 
 STEPS = {"tc-high": 0.00025, "tc-medium": 0.001, "tc-low": 0.0025}
 """Steps in the unit of the basis; docs/codecs.md has what such steps make."""
 
-RECENT_TOKENS = 16
-"""The last tokens of a document are exact on grids: what follows reads them most."""
-
-KEY_GROUP_TOKENS = {8: 128, 4: 32}
-"""Tokens that share one step for a channel of K: channels differ by orders of magnitude, tokens within one do not."""
+RECENT_TOKENS = {"int8": 0, "int4": 16}
+"""The last tokens of a document that are exact: what follows reads them most, and 4 bits are few."""
 
 _FINER_BY = 0.6
 """The power of a row's weight by which its error is made smaller: 1/2 of the weight's logarithm would be right if weights were
@@ -58,18 +58,26 @@ class TensorEncoder(Protocol):
         """The rows `raw` of one tensor in the block `name`; as they are, for a lossless codec, where they do not fit."""
 
 
+Place = tuple[int, int]
+"""A layer, and a tensor of it."""
+
+
 @dataclass(frozen=True)
 class GridEncoder:
-    """Numbers on grids, for a document of `tokens` tokens."""
+    """Numbers on grids, for a document of `tokens` tokens; in int4 the tensors `fine` have 8 bits."""
 
     layout: Layout
     precision: str
     tokens: int
+    fine: Collection[Place] = ()
     basis: BasisName | None = None
 
     def encode(self, raw: Buffer, layer: int, tensor: int, name: BlockName) -> Buffer | Encoded:
         spec = self.layout.layers[layer].tensors[tensor]
-        grid = choose_grid(spec, BITS[self.precision], first=name.start == 0, last=name.end == self.tokens)
+        bits = 4 if self.precision == "int4" and (layer, tensor) not in self.fine else 8
+        lead = EXACT_TOKENS if name.start == 0 else 0
+        trail = RECENT_TOKENS[self.precision] if name.end == self.tokens else 0
+        grid = Grid(bits, GROUP_TOKENS[bits], 1, centred=False, lead=lead, trail=trail)
         return _smaller(raw, encode_grid(raw, Rows(spec.dtype, spec.shape(name.tokens)), grid))
 
 
@@ -98,13 +106,39 @@ def _smaller(raw: Buffer, encoded: Encoded | None) -> Buffer | Encoded:
     return raw if encoded is None or len(encoded.data) >= len(raw) else encoded
 
 
-def choose_grid(spec: TensorSpec, bits: int, *, first: bool, last: bool) -> Grid:
-    """The grid of a tensor in the document's `first` or `last` block."""
-    lead, trail = EXACT_TOKENS if first else 0, RECENT_TOKENS if last else 0
-    coarse = bits < max(KEY_GROUP_TOKENS)
-    if spec.name == "k":
-        return Grid(bits, KEY_GROUP_TOKENS[4 if coarse else 8], 1, centred=False, lead=lead, trail=trail)
-    return Grid(bits, 1, 32 if coarse and spec.dim % 32 == 0 else spec.dim, centred=False, lead=lead, trail=trail)
+def grid_harm(raw: Buffer, spec: TensorSpec, slopes: Floats) -> float:
+    """What 4 bits for a tensor do to what is read: the sum over rows of (gradient x error) squared.
+
+    `slopes` are gradients of its first rows, [tokens, heads, dim].
+    """
+    rows = Rows(spec.dtype, spec.shape(len(raw) // spec.bytes_per_token))
+    encoded = encode_grid(raw, rows, Grid(4, GROUP_TOKENS[4], 1, centred=False))
+    if encoded is None:
+        return 0.0
+    known = _read_enough(slopes)
+    before, after = (to_float32(data, spec.dtype).reshape(rows.shape)[: len(known)] for data in (raw, encoded.decoded))
+    return float(np.square(((after - before) * known).sum((1, 2), dtype=np.float64)).sum())
+
+
+def choose_fine(layout: Layout, harms: Mapping[Place, float]) -> frozenset[Place]:
+    """The tensors that do the most harm for their bytes, up to FINE_SHARE of the bytes of all."""
+    sizes = {
+        (layer, tensor): one.bytes_per_token
+        for layer, spec in enumerate(layout.layers)
+        for tensor, one in enumerate(spec.tensors)
+    }
+    left = FINE_SHARE * sum(sizes.values())
+    found = set()
+    for place in sorted(sizes, key=lambda place: harms.get(place, 0.0) / sizes[place], reverse=True):
+        if sizes[place] <= left:
+            found.add(place)
+            left -= sizes[place]
+    return frozenset(found)
+
+
+def _read_enough(rows: NDArray[Any]) -> NDArray[Any]:
+    """The first of `rows`, gradients or what is made of them: those that enough tokens of the probe have read."""
+    return rows[: len(rows) - min(_FEWEST_READERS, len(rows) // 4)]
 
 
 def row_exponents(slopes: Floats, basis: TensorBasis, tokens: int) -> NDArray[np.int16]:
@@ -118,7 +152,7 @@ def row_exponents(slopes: Floats, basis: TensorBasis, tokens: int) -> NDArray[np
     parts = slopes.reshape(len(slopes), groups, width).transpose(1, 0, 2)
     synthesis = basis.synthesis * basis.scales[:, None, None]
     energies = np.square(np.matmul(parts, synthesis.transpose(0, 2, 1))).sum((0, 2), dtype=np.float64)
-    read = energies[: len(energies) - min(_FEWEST_READERS, len(energies) // 4)]
+    read = _read_enough(energies)
     mean = read[EXACT_TOKENS:].mean() if len(read) > EXACT_TOKENS else 0.0
     if not mean > 0:
         return np.zeros(tokens, np.int16)

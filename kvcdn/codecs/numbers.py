@@ -28,7 +28,8 @@ def write_rounded(values: Floats, dtype: str, out: memoryview) -> None:
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
         np.add(bits, _HALF_OF_BFLOAT16, out=bits)
-        np.right_shift(bits, _BITS_CUT, out=np.frombuffer(out, np.uint16).reshape(values.shape), casting="unsafe")
+        np.right_shift(bits, _BITS_CUT, out=bits)
+        np.copyto(np.frombuffer(out, np.uint16).reshape(values.shape), bits, casting="unsafe")
         return
     with np.errstate(over="ignore"):
         np.frombuffer(out, "<f2" if dtype == "float16" else "<f4").reshape(values.shape)[...] = values

@@ -1,35 +1,38 @@
-"""Numbers on grids: 2 to 8 bits a value, with a step, and perhaps an offset, for every group (FORMAT.md 4.4)."""
+"""Numbers on grids: 4 or 8 bits a value, with a step, and perhaps an offset, for every group (FORMAT.md 4.4).
+
+Nothing is entropy-coded: that would save a few percent, and take more time than all else together.
+"""
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcdn.codec import Buffer, Encoded, Rows, pack, unpack
+from kvcdn.codec import Buffer, Encoded, Rows
 from kvcdn.codecs.numbers import Floats, to_float32, write_rounded
 from kvcdn.errors import CorruptError
 
-_HEADER = struct.Struct("<BBBBHHII")
-"""Bits, centred, exact rows in front, exact rows at the end, tokens and values of a group, bytes of parameters and of codes."""
+_HEADER = struct.Struct("<BBBBHH")
+"""Bits, centred, exact rows in front, exact rows at the end, tokens and values of a group."""
 
-MIN_BITS = 2
+CODE_BITS = (4, 8)
 MAX_BITS = 8
-"""A code is a byte before entropy coding."""
 
-MAX_EXACT_ROWS = 255
-
-_PIECE_VALUES = 24 * 1024
-"""Values decoded at a time: as float32 they stay in a core's caches, and their memory is reused without page faults."""
+_PIECE_VALUES = 96 * 1024
+"""Values decoded at a time: as float32 they stay in a core's cache, and their memory is reused without page faults."""
 
 _INFINITE = 0x7F80
 """The exponent of bfloat16 infinities and NaN."""
 
 _SIGN = 0x8000
+
+_LOW = np.uint8(0x0F)
+_HALF_BYTE = np.uint8(4)
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ def encode_grid(raw: Buffer, rows: Rows, grid: Grid) -> Encoded | None:
     parameters = [] if grid.centred else [_upper(np.stack(offsets))] if offsets else []
     parameters += [_upper(np.stack(steps))] if steps else []
     row = len(bytes(raw)) // tokens
-    packed, coded = pack(b"".join(parameters), 2), pack(codes.tobytes(), 1)
-    header = _HEADER.pack(grid.bits, grid.centred, lead, trail, grid.tokens, grid.values, len(packed), len(coded))
-    data = b"".join((header, raw[: lead * row], raw[(tokens - trail) * row :], packed, coded))
+    header = _HEADER.pack(grid.bits, grid.centred, lead, trail, grid.tokens, grid.values)
+    stored = (*parameters, _join(codes.reshape(-1), grid.bits))
+    data = b"".join((header, raw[: lead * row], raw[(tokens - trail) * row :], *stored))
     out = bytearray(len(raw))
     decode_grid(data, rows, memoryview(out), "own encoding")
     return Encoded("quant", data, out)
@@ -105,55 +108,96 @@ def _upper(values: Floats) -> bytes:
     return (np.ascontiguousarray(values).view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
 
 
+def _join(codes: NDArray[np.uint8], bits: int) -> bytes:
+    """Codes as bytes; of 4 bits the first half of them in the lower halves of the bytes."""
+    if bits == MAX_BITS:
+        return codes.tobytes()
+    half = -(-len(codes) // 2)
+    joined = codes[:half].copy()
+    joined[: len(codes) - half] |= codes[half:] << _HALF_BYTE
+    return joined.tobytes()
+
+
+def _split(stored: memoryview, count: int, bits: int) -> NDArray[np.uint8]:
+    """The `count` codes of `_join`."""
+    joined = np.frombuffer(stored, np.uint8)
+    if bits == MAX_BITS:
+        return joined
+    codes = np.empty(count, np.uint8)
+    np.bitwise_and(joined, _LOW, out=codes[: len(joined)])
+    np.right_shift(joined[: count - len(joined)], _HALF_BYTE, out=codes[len(joined) :])
+    return codes
+
+
 def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
     """Fills `out` with the rounded numbers. Raises CorruptError."""
     tokens, heads, dim = rows.shape
     if len(encoded) < _HEADER.size:
         raise CorruptError(f"{what}: {len(encoded)} bytes are too few for numbers on grids")
-    bits, centred, lead, trail, group_tokens, group_values, packed, coded = _HEADER.unpack_from(encoded)
-    sound = MIN_BITS <= bits <= MAX_BITS and centred <= 1 and group_tokens > 0 and 0 < group_values <= dim
-    row = len(out) // tokens
-    exact = (lead + trail) * row
-    if not sound or dim % group_values or lead + trail > tokens or _HEADER.size + exact + packed + coded != len(encoded):
-        raise CorruptError(f"{what}: the numbers' grid, or its sizes, are not possible")
-    place = memoryview(encoded)[_HEADER.size :]
-    out[: lead * row] = place[: lead * row]
-    out[(tokens - trail) * row :] = place[lead * row : exact]
+    bits, centred, lead, trail, group_tokens, group_values = _HEADER.unpack_from(encoded)
+    sound = bits in CODE_BITS and centred <= 1 and group_tokens > 0 and 0 < group_values <= dim
     middle = tokens - lead - trail
-    groups = -(-middle // group_tokens)
-    planes = 1 if centred else 2
-    shape = (planes, groups, heads, dim // group_values, 1)
-    stored = np.empty(shape, "<u2")
-    unpack(place[exact : exact + packed], 2, _bytes_of(stored), what)
-    codes = np.empty((middle, heads, dim // group_values, group_values), np.uint8)
-    unpack(place[exact + packed :], 1, _bytes_of(codes), what)
+    if not sound or dim % group_values or middle < 0:
+        raise CorruptError(f"{what}: the numbers' grid is not possible")
+    row = len(out) // tokens
+    shape = (1 if centred else 2, -(-middle // group_tokens), heads, dim // group_values, 1)
+    sizes = (lead * row, trail * row, 2 * math.prod(shape), -(-middle * heads * dim * bits // 8))
+    if _HEADER.size + sum(sizes) != len(encoded):
+        raise CorruptError(f"{what}: numbers on grids of {len(encoded)} bytes, {_HEADER.size + sum(sizes)} belong")
+    first, last, stored, coded = _cut(memoryview(encoded)[_HEADER.size :], sizes)
+    out[: len(first)] = first
+    out[len(out) - len(last) :] = last
     if not middle:
         return
-    parameters = _checked(stored, what)
+    parameters = _checked(np.frombuffer(stored, "<u2").reshape(shape), what)
     steps = parameters[-1]
     offsets = np.float32(-(1 << (bits - 1))) * steps if centred else parameters[0]
-    stride = max(_PIECE_VALUES // (heads * dim), 1)
+    codes = _split(coded, middle * heads * dim, bits).reshape(middle, heads, dim // group_values, group_values)
+    numbers = _Numbers(codes, offsets, steps, group_tokens)
     with np.errstate(over="ignore", invalid="ignore"):
-        for begin, end in _pieces(middle, group_tokens, stride):
-            group = slice(begin, end) if group_tokens == 1 else begin // group_tokens
-            values = codes[begin:end].astype(np.float32)
-            np.multiply(values, steps[group], out=values)
-            np.add(values, offsets[group], out=values)
-            write_rounded(values, rows.dtype, out[(lead + begin) * row : (lead + end) * row])
+        for begin, end in numbers.pieces():
+            write_rounded(numbers.of(begin, end), rows.dtype, out[(lead + begin) * row : (lead + end) * row])
 
 
-def _pieces(tokens: int, group: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most `stride` tokens, none across the border of two groups of more than a token."""
-    step = tokens if group == 1 else group
-    for first in range(0, tokens, step):
-        last = min(first + step, tokens)
-        for begin in range(first, last, stride):
-            yield begin, min(begin + stride, last)
+class _Numbers:
+    """Numbers of codes [tokens, heads, groups, values], some tokens at a time in memory that is used again."""
+
+    def __init__(self, codes: NDArray[np.uint8], offsets: Floats, steps: Floats, group: int) -> None:
+        self._codes, self._offsets, self._steps = codes, offsets, steps
+        self._group = min(group, len(codes))
+        stride = max(_PIECE_VALUES // codes[0].size, 1)
+        # Whole groups, or parts of one.
+        self._stride = stride // self._group * self._group or stride
+        self._memory = np.empty((min(self._stride, len(codes)), *codes.shape[1:]), np.float32)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Ranges of tokens that are whole groups, or lie within one."""
+        tokens, group = len(self._codes), self._group
+        whole = tokens // group * group
+        span = whole if self._stride >= group else group
+        for first, last in [*((start, start + span) for start in range(0, whole, span)), (whole, tokens)]:
+            for begin in range(first, last, self._stride):
+                yield begin, min(begin + self._stride, last)
+
+    def of(self, begin: int, end: int) -> Floats:
+        """The numbers of a piece, to be used before the next."""
+        group = min(self._group, end - begin)
+        shape = (-1, group, *self._codes.shape[1:])
+        codes, values = self._codes[begin:end].reshape(shape), self._memory[: end - begin].reshape(shape)
+        first = begin // self._group
+        chosen = slice(first, first + len(codes))
+        np.copyto(values, codes)
+        np.multiply(values, self._steps[chosen, None], out=values)
+        np.add(values, self._offsets[chosen, None], out=values)
+        return self._memory[: end - begin]
 
 
-def _bytes_of(array: NDArray[Any]) -> memoryview:
-    """The memory of `array`, which may be empty."""
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type] # numpy's arrays are buffers
+def _cut(data: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
+    """Neighbouring pieces of `data`, of these sizes."""
+    start = 0
+    for size in sizes:
+        yield data[start : start + size]
+        start += size
 
 
 def _checked(stored: NDArray[np.uint16], what: str) -> Floats:
