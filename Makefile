@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: setup demo test test-kinds check peers page browser soak format bench clean
+.PHONY: setup demo test test-kinds check peers peers-lmcache page browser soak format bench clean
 
 setup: $(STAMP)
 
@@ -62,12 +62,26 @@ soak-origin: setup
 	$(PYTHON) -m venv .venv-redbot
 	.venv-redbot/bin/pip install --quiet redbot==2.7.1
 
+# LMCache, for `kvcdn bench against`.
+peers-lmcache: .venv-lmcache/.setup-done
+
+.venv-lmcache/.setup-done: tests/support/lmcache.txt
+	$(PYTHON) -m venv .venv-lmcache
+	.venv-lmcache/bin/pip install --quiet --no-deps --requirement tests/support/lmcache.txt
+	touch $@
+
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# All benchmarks, a quarter of an hour on two cores that have nothing else to do, and docs/benchmarks.md made of their results.
+# BENCH="ttft edge" for some of them; TRACES="a.jsonl.gz b.jsonl.gz" for recorded requests; QUICK=1 to see that all of them run.
+RESULTS := $(if $(QUICK),build/benchmarks,docs/benchmarks)
 bench: setup
-	$(BIN)/kvcdn bench ttft --tokens 3774 --json
+	mkdir -p $(RESULTS)
+	$(BIN)/kvcdn bench all $(BENCH) $(addprefix --trace ,$(TRACES)) $(if $(QUICK),--quick) --results $(RESULTS); \
+	ended=$$?; $(BIN)/kvcdn bench report $(RESULTS).md --results $(RESULTS) && exit $$ended
+	$(if $(QUICK),,$(BIN)/kvcdn economics --report docs/economics.md)
 
 clean:
-	rm -rf .venv-redbot build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv-redbot .venv-lmcache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -223,11 +223,19 @@ def test_module_is_finished(package: str, path: Path) -> None:
     assert "NotImplementedError" not in {ast.unparse(error).split("(")[0] for error in raised if error}
 
 
+def _reads_tensors_only(call: ast.Call) -> bool:
+    """torch.load as its documentation has it for files of others: it makes tensors and containers, and runs nothing."""
+    return ast.unparse(call.func) == "torch.load" and any(
+        word.arg == "weights_only" and isinstance(word.value, ast.Constant) and word.value.value is True
+        for word in call.keywords
+    )
+
+
 @EACH
 def test_module_runs_no_data(package: str, path: Path) -> None:
     """Nothing that could run what came from a network or a disk."""
     assert set() == {module.split(".")[0] for module in imports(package, path)} & FORBIDDEN_MODULES
-    calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and not _reads_tensors_only(node)]
     assert set() == {call.func.id for call in calls if isinstance(call.func, ast.Name)} & FORBIDDEN_CALLS
     methods = {
         (call.func.value.id, call.func.attr)

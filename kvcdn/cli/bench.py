@@ -7,11 +7,19 @@ from typing import Annotated
 
 import typer
 
+from kvcdn.cli.bench_against import against
+from kvcdn.cli.bench_all import report, run_all
+from kvcdn.cli.machine import machine
 from kvcdn.cli.options import AsJson, Device
 from kvcdn.cli.output import note, print_json, print_table, print_text, size
 from kvcdn.errors import UsageError
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+app.command()(against)
+app.command("all")(run_all)
+app.command()(report)
 
 
 @app.callback()
@@ -191,12 +199,13 @@ def decode(
         lengths = []
     if not lengths or min(lengths) < 1:
         raise UsageError(f"--tokens {tokens} is not a list of lengths", hint="such as 1024,4096")
-    rows = measure_decode(model, lengths, steps, device, note)
+    result = measure_decode(model, lengths, steps, device, note)
     if as_json:
-        print_json({"model": model, "steps": steps, "rows": rows})
+        print_json(result)
         return
     cells = [
-        [f"{row['tokens']:,}", f"{row['ours_ms']:.1f} ms", f"{row['dynamic_ms']:.1f} ms", f"{row['ratio']:.2f}"] for row in rows
+        [f"{row['tokens']:,}", f"{row['ours_ms']:.1f} ms", f"{row['dynamic_ms']:.1f} ms", f"{row['ratio']:.2f}"]
+        for row in result["rows"]
     ]
     print_table(["TOKENS", "OURS", "DYNAMICCACHE", "RATIO"], cells)
 
@@ -274,7 +283,7 @@ def codec(
 
     rows = list(measure_codecs(model, document or [], tokens, runs, note))
     if as_json:
-        print_json({"rows": rows, "published": PUBLISHED})
+        print_json({"model": model, "tokens": tokens, "runs": runs, "rows": rows, "published": PUBLISHED, "machine": machine()})
         return
     print_table(
         ["DOCUMENT", "CODEC", "RATIO", "DECODE GB/S", "KL", "X NOISE", "TOP-1", "GREEDY"],
@@ -318,7 +327,7 @@ def eviction(
         rows.append(row)
     compared = compare(rows)
     if as_json:
-        print_json({"rows": rows, "compared": compared})
+        print_json({"trace": trace.name, "rows": rows, "compared": compared, "machine": machine()})
         return
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     hits = {(row["capacity"], row["policy"]): f"{row['byte_hit']:.4f}" for row in rows}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvcdn.cli.bench_ttft import machine
+from kvcdn.cli.machine import machine
 from kvcdn.cli.rig import QUESTION, Rig, running_rig
 from kvcdn.cli.shaper import shaped_link
 from kvcdn.client import Client

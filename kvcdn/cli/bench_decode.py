@@ -11,6 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.options import quiet_libraries
 from kvcdn.model.cache import build_cache, cache_argument, make_layer
 from kvcdn.model.layers import GROWTH_TOKENS, TokenMajorLayer
@@ -19,10 +20,8 @@ from kvcdn.model.load import LoadedModel, load_model
 _WARM_UP_STEPS = 3
 
 
-def measure_decode(
-    model: str, tokens: Sequence[int], steps: int, device: str, tell: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """A row for each length: milliseconds of one decoded token behind so many, medians of `steps` that alternate.
+def measure_decode(model: str, tokens: Sequence[int], steps: int, device: str, tell: Callable[[str], None]) -> dict[str, Any]:
+    """`rows` has one for each length: milliseconds of one decoded token behind so many, medians of `steps` that alternate.
 
     Both caches hold the same random values, which cost what real ones cost.
     """
@@ -41,9 +40,15 @@ def measure_decode(
                     samples[name].append(seconds)
         ours, dynamic = (statistics.median(samples[name]) * 1000 for name in ("ours", "dynamic"))
         rows.append(
-            {"tokens": length, "ours_ms": round(ours, 3), "dynamic_ms": round(dynamic, 3), "ratio": round(ours / dynamic, 3)}
+            {
+                "tokens": length,
+                "ours_ms": round(ours, 3),
+                "dynamic_ms": round(dynamic, 3),
+                "ratio": round(ours / dynamic, 3),
+                "spread_ms": {name: spread([1000 * one for one in values]) for name, values in samples.items()},
+            }
         )
-    return rows
+    return {"model": model, "steps": steps, "rows": rows, "machine": machine(loaded)}
 
 
 def _caches(loaded: LoadedModel, length: int, room: int) -> dict[str, Cache]:

