@@ -103,7 +103,8 @@ def test_wheel_holds_every_module(installed: Path) -> None:
     """What works in a checkout is in the wheel, and no test, sample or stray file is."""
     found = {path.relative_to(installed).as_posix() for path in installed.rglob("*") if path.is_file()}
     packed = {name for name in found if not name.startswith("kvcdn-")}
-    assert modules() | {"kvcdn/py.typed"} == packed
+    page = {f"kvcdn/edge/page/{path.name}" for path in (ROOT / "edge" / "page").glob("*.*") if path.suffix != ".py"}
+    assert modules() | page | {"kvcdn/py.typed"} == packed
     assert {"kvcdn/__init__.py", "kvcdn/block.py"} <= packed
 
 
