@@ -79,9 +79,9 @@ format: setup
 RESULTS := $(if $(QUICK),build/benchmarks,docs/benchmarks)
 bench: setup
 	mkdir -p $(RESULTS)
+	$(if $(QUICK),,$(BIN)/kvcdn economics --report docs/economics.md)
 	$(BIN)/kvcdn bench all $(BENCH) $(addprefix --trace ,$(TRACES)) $(if $(QUICK),--quick) --results $(RESULTS); \
 	ended=$$?; $(BIN)/kvcdn bench report $(RESULTS).md --results $(RESULTS) && exit $$ended
-	$(if $(QUICK),,$(BIN)/kvcdn economics --report docs/economics.md)
 
 clean:
 	rm -rf .venv-redbot .venv-lmcache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

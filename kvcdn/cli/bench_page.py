@@ -239,11 +239,18 @@ def _against(result: Result) -> str:
             "\n".join(f"- Not run: {one['way']}: {one['why']}. {one['install']}".rstrip() for one in result["not_run"])
         )
     checks = ("key", "integrity", "authenticity", "model", "confidentiality")
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for row in result["rows"]:
+        grouped.setdefault(tuple(row["checks"][name] for name in checks), []).append(row["way"])
     parts += [
+        "\n".join(f"- {row['way']}: {row['setup']}" for row in result["rows"]),
+        "As published by others, not measured here: "
+        + "; ".join(f"{one['codec']}: {one['published']}" for one in result["published"])
+        + ".",
         "What each checks before it gives KV to the model:",
         _table(
             ["way", "found by", "integrity", "authenticity", "that the model is the same", "confidentiality"],
-            [[row["way"], *(row["checks"][name] for name in checks)] for row in result["rows"]],
+            [["; ".join(ways), *cells] for cells, ways in grouped.items()],
         ),
     ]
     if "faults" in result:

@@ -36,7 +36,7 @@ class Bench:
 BENCHES = (
     Bench("ttft", "ttft", ("--tokens", "3774", "--runs", "5"), ("--tokens", "256", "--runs", "1")),
     Bench("decode", "decode", ("--tokens", "1024,4096"), ("--tokens", "256", "--steps", "5")),
-    Bench("publish", "publish", ("--tokens", "2048", "--runs", "5"), ("--tokens", "256", "--runs", "1")),
+    Bench("publish", "publish", ("--tokens", "2048", "--runs", "3"), ("--tokens", "256", "--runs", "1")),
     Bench(
         "crossover",
         "crossover",
@@ -57,7 +57,7 @@ BENCHES = (
     Bench(
         "against",
         "against",
-        ("--tokens", "3774", "--runs", "3"),
+        ("--tokens", "3774", "--runs", "3", "--fault-tokens", "512"),
         ("--tokens", "256", "--runs", "1", "--precision", "native", "--fault-tokens", "128"),
     ),
 )

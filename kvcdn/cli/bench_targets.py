@@ -32,7 +32,7 @@ class Target:
         if value is None:
             return None
         limit = self.limit(result) if callable(self.limit) else self.limit
-        return Judged(self.what, f"{_SIGNS[self.sign]} {_shown(limit, self.unit)}", _shown(value, self.unit),
+        return Judged(self.what, _asked(self.sign, limit, self.unit), _shown(value, self.unit),
                       met=_COMPARISONS[self.sign](value, limit))  # fmt: skip
 
 
@@ -54,6 +54,10 @@ def judge(bench: str, result: Result) -> list[Judged]:
 def targets(bench: str) -> Iterable[Target]:
     """The targets of a benchmark, by its command's name."""
     return TARGETS.get(bench.partition("-")[0], ())
+
+
+def _asked(sign: str, limit: float, unit: str) -> str:
+    return "yes" if unit == "yes" else f"{_SIGNS[sign]} {_shown(limit, unit)}"
 
 
 def _shown(value: float, unit: str) -> str:

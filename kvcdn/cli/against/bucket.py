@@ -45,7 +45,7 @@ class Bucket:
 
     def stored(self, key: str) -> Stored:
         """The object `key`. What is written is what the server then believes is right: its own checksums are of that."""
-        return Stored(key, lambda: self.get(key), lambda data: self.put(key, data))
+        return Stored(key, lambda: self.get(key), lambda data: self.put(key, data), lambda: len(self.get(key)))
 
     def close(self) -> None:
         """Ends the client that is kept: to make one takes longer than many downloads."""

@@ -56,6 +56,7 @@ class KeptFiles:
     """What the ways below have in common: prefill as the library does, a file of it, and an answer from the file."""
 
     lossy = False
+    setup = ""
 
     def __init__(self, stand: Stand, name: str, suffix: str) -> None:
         self.name = name
@@ -106,6 +107,8 @@ class NginxFiles(KeptFiles):
     def __init__(self, stand: Stand, suffix: str, folder: Path, url: str, pid: int) -> None:
         library = "torch.save" if suffix == "pt" else "safetensors"
         super().__init__(stand, f"{library}, nginx", suffix)
+        reader = "torch.load(weights_only=True)" if suffix == "pt" else "safetensors.torch.load"
+        self.setup = f"sendfile and tcp_nopush, one GET over a kept connection, {reader} from memory"
         self._folder = folder
         self._pools = urllib3.PoolManager(retries=False)
         self.server = Server(int(url.rsplit(":", 1)[1]), lambda: with_children(pid))
@@ -137,6 +140,7 @@ class S3Files(KeptFiles):
 
     def __init__(self, stand: Stand, folder: Path, bucket: Bucket) -> None:
         super().__init__(stand, "safetensors, S3 download", "safetensors")
+        self.setup = "boto3's download_file with its defaults (parallel ranges), then safetensors.torch.load_file"
         self._folder = folder
         self._bucket = bucket
         self.server = bucket.server

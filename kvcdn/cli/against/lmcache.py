@@ -122,6 +122,8 @@ class Lmcache:
         self.name, self.lossy = name, lossy
         self._stand, self._python, self._log = stand, python, log
         self._settings = {"local_cpu": False, "max_local_cpu_size": BUFFER_GB, **settings}
+        told = ", ".join(f"{key}={value}" for key, value in self._settings.items() if key not in ("local_disk", "remote_url"))
+        self.setup = f"LMCacheEngine, chunks of {CHUNK_TOKENS} tokens, {told}"
         self._folder = folder
         self.server = server
         self._keys: dict[str, list[str]] = {}

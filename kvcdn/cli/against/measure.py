@@ -22,6 +22,7 @@ from kvcdn.cli.against.link import counted_link
 from kvcdn.cli.against.ours import FromLocalStore, FromS3, ThroughEdge
 from kvcdn.cli.against.stand import NOISE, Stand
 from kvcdn.cli.against.way import Checks, Document, Reading, Stopwatch, Stored, Way
+from kvcdn.cli.bench_codec import PUBLISHED
 from kvcdn.cli.machine import machine
 from kvcdn.cli.nginx import nginx_path, running_nginx
 from kvcdn.cli.options import quiet_libraries
@@ -63,6 +64,7 @@ class NoCache:
     """Stock generate(): prefills everything."""
 
     name = "no cache"
+    setup = "generate() over the whole prompt"
     lossy = False
     checks = Checks("-", "-", "-", "-", "-")
     server: Server | None = None
@@ -114,6 +116,7 @@ def measure_against(model: str, document: Path | None, extent: Extent, device: s
             "raw_bytes": stand.loaded.identity.layout.raw_bytes(extent.tokens),
             "rows": rows,
             "not_run": found.not_run,
+            "published": PUBLISHED,
             "machine": {**machine(stand.loaded), **found.versions},
         }
         if extent.fault_tokens:
@@ -247,7 +250,7 @@ def _rows(ways: Sequence[Way], stand: Stand, subject: Document, extent: Extent, 
         times = [one.first_token_s for one in taken]
         tell(f"{way.name}: bytes, and an answer to compare")
         answer = way.read(subject, QUESTION, ANSWER_TOKENS)
-        stored = sum(len(one.read()) for one in way.stored(subject))
+        stored = sum(one.disk_bytes() for one in way.stored(subject))
         rows.append(
             {
                 "way": way.name,
@@ -262,6 +265,7 @@ def _rows(ways: Sequence[Way], stand: Stand, subject: Document, extent: Extent, 
                 "reader_cpu_s": round(statistics.median(one.cpu_s for one in taken), 3),
                 "server_cpu_s": round(statistics.median(server_cpu[way.name]), 3) if way.server else None,
                 "answer_regret_nats": round(judge.regret(subject, answer.token_ids), 3),
+                "setup": way.setup,
                 "checks": asdict(way.checks),
                 "samples_s": [round(value, 4) for value in times],
             }

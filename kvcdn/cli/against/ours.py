@@ -40,6 +40,7 @@ class Ours:
     """What the ways below have in common: publish, read with a client, and tell what the report says."""
 
     checks = CHECKS
+    setup = "the client as it comes, told to fetch"
     server: Server | None = None
 
     def __init__(self, stand: Stand, name: str, origin: str, precision: str = PRECISION_NATIVE) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvcdn.client.transport import Source
 
-NOISE = 0.05
+NOISE = 0.1
 """The other weights: each matrix with so much of its own standard deviation added as noise, a fine-tune's stand-in."""
 
 

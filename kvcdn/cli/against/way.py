@@ -10,6 +10,9 @@ from typing import Protocol
 
 from kvcdn.cli.processes import cpu_seconds
 
+_STAT_BLOCK_BYTES = 512
+"""Of the blocks that stat(2) counts."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -54,6 +57,7 @@ class Stored:
     name: str
     read: Callable[[], bytes]
     write: Callable[[bytes], None]
+    disk_bytes: Callable[[], int]
 
 
 def stored_file(path: Path) -> Stored:
@@ -64,13 +68,19 @@ def stored_file(path: Path) -> Stored:
         draft.write_bytes(data)
         draft.replace(path)
 
-    return Stored(path.name, path.read_bytes, write)
+    def disk_bytes() -> int:
+        found = path.stat()
+        return min(found.st_size, found.st_blocks * _STAT_BLOCK_BYTES)  # a file may have holes
+
+    return Stored(path.name, path.read_bytes, write, disk_bytes)
 
 
 class Way(Protocol):
     """What the benchmark needs of each. Documents are kept before they are read."""
 
     name: str
+    setup: str
+    """How it is configured, in words."""
     checks: Checks
     lossy: bool
 
