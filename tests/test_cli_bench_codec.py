@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvcdn.cli.bench_codec import PUBLISHED
+from kvcdn.cli.bench_codec_plot import draw_codecs
+from kvcdn.errors import UsageError
 from kvcdn.keys import PRECISIONS
 from support.command import kvcdn
 from support.tiny import TEXT
@@ -32,3 +37,22 @@ def test_a_short_document_is_refused(tiny_llama, tmp_path):
     ran = kvcdn("bench", "codec", "--model", tiny_llama, "--document", text, "--tokens", "300")
     assert 2 == ran.code
     assert "556 are needed" in ran.complaint
+
+
+def test_the_plot_shows_every_lossy_codec(tmp_path):
+    """Each document's curve and points, what is exact beside them, and what others published said to be theirs."""
+    pytest.importorskip("matplotlib")
+    lossy = {"kl": 0.002, "kl_recompute": 0.001}
+    rows = [{"document": "text", "codec": name, "ratio": 0.1 * at, **lossy} for at, name in enumerate(PRECISIONS[1:], 1)]
+    rows += [{"document": "text", "codec": "lossless", "ratio": 0.67, "kl": 0.0, "kl_recompute": 0.001}]
+    draw_codecs(rows, PUBLISHED, tmp_path / "plot.svg")
+    again = tmp_path / "again.svg"
+    draw_codecs(rows, PUBLISHED, again)
+    assert again.read_bytes() == (tmp_path / "plot.svg").read_bytes()
+    draw_codecs(rows[:-2], PUBLISHED, again)
+    assert again.read_bytes() != (tmp_path / "plot.svg").read_bytes()
+    drawn = (tmp_path / "plot.svg").read_text("utf-8")
+    found = [text for text in ("as published", ": CacheGen", ": KVTC", "lossless, exact", *PRECISIONS[1:]) if text not in drawn]
+    assert [] == found
+    with pytest.raises(UsageError, match=r"not 'plot\.pdf'"):
+        draw_codecs(rows, PUBLISHED, tmp_path / "plot.pdf")

@@ -275,13 +275,17 @@ def codec(
         int, typer.Option(min=16, help="Tokens of each document, without the 256 behind that are compared.")
     ] = 2048,
     runs: Annotated[int, typer.Option(min=1, help="Times a block is decoded; the median counts.")] = 5,
+    plot: Annotated[Path | None, typer.Option(help="A .png or .svg file for the rate-distortion plot.")] = None,
     *,
     as_json: AsJson = False,
 ) -> None:
     """Size, speed and quality of every precision on real documents, beside recomputing, plain zstd and 8 bits a tensor."""
     from kvcdn.cli.bench_codec import PUBLISHED, measure_codecs  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.cli.bench_codec_plot import draw_codecs  # noqa: PLC0415
 
     rows = list(measure_codecs(model, document or [], tokens, runs, note))
+    if plot:
+        draw_codecs(rows, PUBLISHED, plot)
     if as_json:
         print_json({"model": model, "tokens": tokens, "runs": runs, "rows": rows, "published": PUBLISHED, "machine": machine()})
         return

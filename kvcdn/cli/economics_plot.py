@@ -6,14 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcdn.cli.figure import new_figure, write_figure
 from kvcdn.economics.case import GB
 from kvcdn.economics.costs import per_read_without
-from kvcdn.errors import UnavailableError, UsageError
 
 if TYPE_CHECKING:
     from kvcdn.economics.case import Case
-
-_FORMATS = (".png", ".svg")
 
 _LENGTHS = [round(2 ** (step / 4)) for step in range(4 * 7, 4 * 20 + 1)]
 """128 to 1,048,576 tokens, four an octave."""
@@ -32,17 +30,7 @@ _COLOURS = ["#b2182b", "#ef8a62", "#fddbc7", "#d1e5f0", "#67a9cf", "#2166ac"]
 
 def draw(case: Case, path: Path) -> None:
     """Writes the map to `path`, a .png or .svg file. Raises UsageError without matplotlib, UnavailableError for a bad disk."""
-    if path.suffix.lower() not in _FORMATS:
-        raise UsageError(f"--plot writes {' or '.join(_FORMATS)} files, not {path.name!r}")
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 - an optional extra
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise UsageError("--plot needs matplotlib, which is not installed", hint="pip install 'kvcdn[plot]'") from None
-    mpl.rcParams["svg.hashsalt"] = "kvcdn"
-    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure = new_figure(path, (12, 5))
     left, right = figure.subplots(1, 2)
     style = {"levels": _BANDS, "colors": _COLOURS}
     filled = left.contourf(_LENGTHS, [8 * link / 1e6 for link in _LINKS], speedups(case), **style)
@@ -57,11 +45,7 @@ def draw(case: Case, path: Path) -> None:
     bar = figure.colorbar(filled, ax=[left, right], ticks=_BANDS[:-1])
     bar.set_label("below 1: do not")
     figure.suptitle(f"{case.model.name}, {case.precision.name}, {case.speed.source}", fontsize=10)
-    metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-    try:
-        figure.savefig(path, metadata=metadata)
-    except OSError as error:
-        raise UnavailableError(f"cannot write {path}: {error}") from None
+    write_figure(figure, path)
 
 
 def speedups(case: Case) -> list[list[float]]:

@@ -23,6 +23,10 @@ class Precision:
 
 _MEASURED = "measured on SmolLM2-135M, 3,774 tokens of GPL-3; larger models are not measured"
 
+_SHORT = (
+    "`kvcdn bench codec`, SmolLM2-135M, 2,048 tokens of GPL-3, where recomputing is at 0.0022; larger models are not measured"
+)
+
 _DATE = "2026-11"
 
 PRECISIONS: Mapping[str, Precision] = {
@@ -33,7 +37,10 @@ PRECISIONS: Mapping[str, Precision] = {
             "fp16", 0.95, "float16, lossless: 1.05 times smaller, the lower end of the 1.05 to 1.35 that were seen", _DATE
         ),
         Precision("raw", 1.0, "not compressed", _DATE),
-        Precision("int8", 0.52, f"8 bits, K per channel, V per token; lossy, next-token KL 0.0019: {_MEASURED}", _DATE),
-        Precision("int4", 0.28, f"4 bits, groups of 64; lossy, next-token KL 0.0108: {_MEASURED}", _DATE),
+        Precision("int8", 0.51, f"lossy, next-token KL 0.0019 on what follows: {_SHORT}", _DATE),
+        Precision("int4", 0.29, f"lossy, next-token KL 0.0065 on what follows: {_SHORT}", _DATE),
+        Precision("tc-high", 0.30, f"lossy, next-token KL 0.0018 on what follows: {_SHORT}", _DATE),
+        Precision("tc-medium", 0.18, f"lossy, next-token KL 0.0026 on what follows: {_SHORT}", _DATE),
+        Precision("tc-low", 0.12, f"lossy, next-token KL 0.0043 on what follows: {_SHORT}", _DATE),
     )
 }
