@@ -120,7 +120,7 @@ class JobQueue:
         except OSError as error:
             raise UnavailableError(f"cannot open the queue {path}: {error.strerror}") from None
         except sqlite3.Error as error:
-            raise _translated(error, path) from None
+            raise translated(error, path) from None
 
     def close(self) -> None:
         with self._lock:
@@ -134,7 +134,7 @@ class JobQueue:
                 yield self._base
                 self._base.execute("COMMIT")
             except sqlite3.Error as error:
-                raise _translated(error, self._path) from None
+                raise translated(error, self._path) from None
             finally:
                 # A full disk ends a transaction by itself, or fails its COMMIT and leaves it open.
                 if self._base.in_transaction:
@@ -142,10 +142,13 @@ class JobQueue:
 
     # -- tenants --------------------------------------------------------------------------------------------------------------
 
-    def accept(self, orders: Sequence[tuple[str, JobRequest]]) -> list[Job | KvcdnError]:
+    def accept(
+        self, orders: Sequence[tuple[str, JobRequest]], also: Callable[[sqlite3.Connection, Job], None] | None = None
+    ) -> list[Job | KvcdnError]:
         """Accepts jobs, each of a tenant, in one transaction: they are on the disk on return.
 
-        For those without room, the error. A key that its tenant has used means that job; for another job it is an error.
+        What `also` writes for each new job is in the same transaction. For those without room, the error.
+        A key that its tenant has used means that job; for another job it is an error.
         """
         now = self._clock()
         with self._transaction() as base:
@@ -164,7 +167,9 @@ class JobQueue:
                     answers.append(_full(self._most if waiting >= self._most else self._most_of_tenant))
                     continue
                 waiting, open_of[tenant] = waiting + 1, open_of[tenant] + 1
-                answers.append(self._insert(tenant, request, now))
+                answers.append(accepted := self._insert(tenant, request, now))
+                if also:
+                    also(base, accepted)
         return answers
 
     def _keyed(self, tenant: str, request: JobRequest) -> Job | UsageError | None:
@@ -376,7 +381,8 @@ def _full(most: int) -> QueueFullError:
     return QueueFullError(f"the queue holds {most:,} jobs, and no more", hint="try again later")
 
 
-def _translated(error: sqlite3.Error, path: Path) -> KvcdnError:
+def translated(error: sqlite3.Error, path: Path) -> KvcdnError:
+    """The error that says what is wrong with the file at `path`."""
     if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
         return CorruptError(f"the queue {path} is damaged: {error}", hint="move it away and submit again what it held")
     return UnavailableError(f"the queue {path} cannot be used: {error}")

@@ -24,6 +24,7 @@ from kvcdn.origin.jobs import Job, JobRequest, JobState, read_request
 from kvcdn.origin.openapi import describe
 from kvcdn.origin.queue import JobQueue, QueueFullError
 from kvcdn.origin.service_settings import ServiceSettings
+from kvcdn.origin.watched import WatchBook
 
 T = TypeVar("T")
 
@@ -59,8 +60,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Service:
     """The jobs of one queue over HTTP. Belongs to an event loop; `close` when it has ended."""
 
-    def __init__(self, settings: ServiceSettings, queue: JobQueue, guard: Guard) -> None:
-        self._settings, self._queue, self._guard = settings, queue, guard
+    def __init__(self, settings: ServiceSettings, queue: JobQueue, guard: Guard, book: WatchBook | None = None) -> None:
+        self._settings, self._queue, self._guard, self._book = settings, queue, guard, book
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcdn-queue")
         self._orders: list[tuple[str, JobRequest, asyncio.Future[Job]]] = []
         self._accepting: asyncio.Task[None] | None = None
@@ -80,6 +81,7 @@ class Service:
                 web.get("/v1/jobs/{id}/events", self._events),
                 web.delete("/v1/jobs/{id}", self._cancel),
                 web.post("/v1/jobs/{id}/retry", self._retry),
+                web.get("/v1/watches", self._watches),
             ]
         )
         return app
@@ -198,6 +200,10 @@ class Service:
                 job = await self.asked(self._queue.get, job.id)
             await response.write_eof()
         return response
+
+    async def _watches(self, request: web.Request) -> web.Response:
+        _granted(request, Scope.ADMIN)
+        return _json({"watches": await self.asked(self._book.status) if self._book else []})
 
     # -- the service ----------------------------------------------------------------------------------------------------------
 
