@@ -16,6 +16,7 @@ from kvcdn.access.tokens import AUDIENCE
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.keyring import load_or_create_signing_key, load_signing_key, load_trust, signing_key_path
 from kvcdn.origin.queue import JobQueue
+from kvcdn.origin.quotas import Quotas
 from kvcdn.origin.settings import checked_origin
 from kvcdn.origin.watch_settings import WatchSettings, require_served
 from kvcdn.passphrase import passphrase_from
@@ -101,6 +102,12 @@ class ServiceSettings(BaseSettings):
     max_document: _Bytes = Field(default=16 * 1000**2, description="Largest document, and largest request.")
     max_jobs: int = Field(default=100_000, ge=1, description="Jobs that wait or run; more are refused with 429.")
     max_jobs_per_tenant: int = Field(default=10_000, ge=1, description="Of these, most of one tenant.")
+    submit_bytes_per_day: _Bytes | None = Field(
+        default=None, description="Bytes of documents that a tenant may submit in a day of UTC. Without it, any."
+    )
+    stored_bytes_per_day: _Bytes | None = Field(
+        default=None, description="Bytes of objects beyond which a tenant submits no more in a day of UTC. Without it, any."
+    )
     claim_seconds: float = Field(
         default=30.0,
         ge=2,
@@ -178,7 +185,11 @@ class ServiceSettings(BaseSettings):
     def open_queue(self) -> JobQueue:
         """The queue. Raises UnavailableError, CorruptError."""
         return JobQueue(
-            self.queue_path, most=self.max_jobs, most_of_tenant=self.max_jobs_per_tenant, lease_seconds=self.claim_seconds
+            self.queue_path,
+            most=self.max_jobs,
+            most_of_tenant=self.max_jobs_per_tenant,
+            lease_seconds=self.claim_seconds,
+            quotas=Quotas(self.submit_bytes_per_day, self.stored_bytes_per_day),
         )
 
     def open_store(self) -> BlobStore:

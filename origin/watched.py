@@ -20,7 +20,8 @@ from typing import Any
 from kvcdn.errors import KvcdnError
 from kvcdn.origin.fetching import Validators
 from kvcdn.origin.jobs import Job, JobRequest
-from kvcdn.origin.queue import BUSY_SECONDS, JobQueue, translated
+from kvcdn.origin.queue import BUSY_SECONDS, JobQueue
+from kvcdn.origin.queue_errors import translated
 
 TENANT = "watch"
 """Whose the jobs of all watches are."""
