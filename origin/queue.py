@@ -343,7 +343,9 @@ class JobQueue:
             )
         return changed.rowcount == 1
 
-    def _end(self, job: Job, state: JobState, reason: str, result: str | None, counted: Mapping[str, int] | None = None) -> bool:
+    def _end(
+        self, job: Job, state: JobState, reason: str, result: str | None, counted: Mapping[str, int] | None = None
+    ) -> bool:
         if state not in ENDS:
             raise ValueError(f"{state} is no end")
         with self._transaction() as base:
