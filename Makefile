@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: setup demo test test-kinds check peers peers-lmcache page browser soak format bench clean
+.PHONY: setup demo test test-kinds check peers peers-lmcache page browser soak format bench clean soak-origin soak-upkeep
 
 setup: $(STAMP)
 
@@ -57,6 +57,11 @@ soak: setup
 SOAK_KILLS ?= 200
 soak-origin: setup
 	KVCDN_SOAK_KILLS=$(SOAK_KILLS) $(BIN)/pytest -s -p no:xdist --timeout 0 tests/soak/soak_origin.py
+
+# ls, gc and journal verify over a large origin, in a folder and in S3: make soak-upkeep SOAK_DOCUMENTS=100000 takes some ten minutes.
+SOAK_DOCUMENTS ?= 100000
+soak-upkeep: setup
+	KVCDN_SOAK_DOCUMENTS=$(SOAK_DOCUMENTS) $(BIN)/pytest -s -p no:xdist --timeout 0 tests/soak/soak_upkeep.py
 
 .venv-redbot/bin/redbot:
 	$(PYTHON) -m venv .venv-redbot

@@ -113,10 +113,11 @@ class JobPublisher:
 
     def publish(self, request: JobRequest, namespace: Namespace, tenant: str, progress: Progress) -> dict[str, Any]:
         """Publishes one document for `tenant`; what `kvcdn publish --json` prints. Raises what any of its steps raises."""
-        document = request.document()
+        document, fetched = request.document(), {}
         if document is None:
             resolve = resolve_any if self._settings.allow_internal_urls else resolve_public
             document = fetch_document(request.url or "", resolve=resolve, limit=self._settings.max_document)
+            fetched = {"fetched_bytes": len(document.text.encode())}
         model = request.model or self._settings.models[0]
         if model != self._last:
             self._kept.drop()  # room for the next model comes first
@@ -129,11 +130,12 @@ class JobPublisher:
             loaded, self._store, self._key, namespace=namespace, trust=self._trust, journal=self._journal, tenant=tenant
         )
         publisher.kept = self._kept
-        return publisher.publish(
+        result = publisher.publish(
             prompt.token_ids,
             precision=request.precision,
             max_kl=request.min_quality,
             label=request.label,
             expires=int(time.time()) + request.ttl if request.ttl else None,
             progress=progress,
-        ).to_json()
+        )
+        return {**result.to_json(), **fetched}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from urllib.parse import urljoin, urlsplit
 
 import urllib3
@@ -26,11 +27,45 @@ _CONNECT_SECONDS = 10.0
 _READ_SECONDS = 30.0
 _PIECE_BYTES = 1 << 16
 
+MAX_VALIDATOR = 1024
+"""Characters of an ETag or a date that are remembered and sent back."""
+
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 
 _NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+@dataclass(frozen=True)
+class Validators:
+    """What a server tells a version of a document by: ETag and Last-Modified, as it wrote them; empty where it tells none."""
+
+    etag: str = ""
+    modified: str = ""
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> Validators:
+        """Those of an answer; what is too long or not plain text is none."""
+        found = (headers.get("ETag", ""), headers.get("Last-Modified", ""))
+        return cls(*(text if len(text) <= MAX_VALIDATOR and text.isascii() and text.isprintable() else "" for text in found))
+
+    def conditions(self) -> dict[str, str]:
+        """Request headers that ask for anything but this version."""
+        told = {"If-None-Match": self.etag, "If-Modified-Since": "" if self.etag else self.modified}
+        return {name: text for name, text in told.items() if text}
+
+
+NO_VALIDATORS = Validators()
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A body, and how to ask whether it is another by now; `unchanged` has no body."""
+
+    data: bytes = field(repr=False)
+    validators: Validators
+    unchanged: bool = False
 
 
 def is_public(address: Address) -> bool:
@@ -69,17 +104,32 @@ def fetch_document(
     seconds: float = FETCH_SECONDS,
 ) -> Document:
     """The text at `url`, of at most `limit` bytes. Raises UsageError, NotFoundError, UnavailableError."""
+    return decode_document(url, fetch_bytes(url, resolve=resolve, limit=limit, seconds=seconds).data)
+
+
+def fetch_bytes(
+    url: str,
+    *,
+    resolve: Callable[[str, int], str] = resolve_public,
+    limit: int = MAX_DOCUMENT_BYTES,
+    seconds: float = FETCH_SECONDS,
+    known: Validators = NO_VALIDATORS,
+) -> Fetched:
+    """What is at `url`, of at most `limit` bytes; without its bytes where it still is what `known` was told with.
+
+    Raises UsageError, NotFoundError, UnavailableError.
+    """
     deadline = time.monotonic() + seconds
     target = url
     for _ in range(MAX_REDIRECTS + 1):
-        data, following = _get(target, resolve, limit, deadline)
-        if following is None:
-            return decode_document(url, data)
-        target = urljoin(target, following)
+        found = _get(target, resolve, limit, deadline, known)
+        if isinstance(found, Fetched):
+            return found
+        target = urljoin(target, found)
     raise UsageError(f"{url} redirects more than {MAX_REDIRECTS} times")
 
 
-def _get(url: str, resolve: Callable[[str, int], str], limit: int, deadline: float) -> tuple[bytes, str | None]:
+def _get(url: str, resolve: Callable[[str, int], str], limit: int, deadline: float, known: Validators) -> Fetched | str:
     """A body, or where to go on."""
     try:
         parts = urlsplit(url)
@@ -98,16 +148,19 @@ def _get(url: str, resolve: Callable[[str, int], str], limit: int, deadline: flo
         )
     else:
         pool = urllib3.HTTPConnectionPool(address, port, timeout=timeout, retries=False)
+    headers = {"Host": parts.netloc, **known.conditions()}
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        with pool, pool.request("GET", path, headers={"Host": parts.netloc}, preload_content=False, redirect=False) as response:
+        with pool, pool.request("GET", path, headers=headers, preload_content=False, redirect=False) as response:
             if response.status in _REDIRECTS and response.headers.get("Location"):
-                return b"", response.headers["Location"]
+                return str(response.headers["Location"])
+            if response.status == 304 and known.conditions():  # noqa: PLR2004 - HTTP's own number
+                return Fetched(b"", known, unchanged=True)
             if response.status in (404, 410):
                 raise NotFoundError(f"{url} answers {response.status}: there is no such document")
             if response.status != 200:  # noqa: PLR2004 - HTTP's own number
                 raise UnavailableError(f"{url} answers {response.status}")
-            return _body(response, url, limit, deadline), None
+            return Fetched(_body(response, url, limit, deadline), Validators.of(response.headers))
     except urllib3.exceptions.HTTPError as error:
         raise UnavailableError(f"cannot download {url}: {type(error).__name__}") from None
 

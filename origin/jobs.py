@@ -98,6 +98,12 @@ class JobRequest(BaseModel):
     def is_chat(self) -> bool:
         return self.messages is not None
 
+    @property
+    def size(self) -> int:
+        """Bytes of the document as it was submitted, in UTF-8; of a URL, those of its name."""
+        document = self.document()
+        return len((self.url or "" if document is None else document.text).encode("utf-8", "surrogatepass"))
+
     def document(self) -> Document | None:
         """The document; None where it is to be fetched first."""
         if self.messages is not None:

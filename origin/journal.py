@@ -28,7 +28,7 @@ from kvcdn.journal import (
 )
 from kvcdn.keyring import keep_journal_head, load_journal_head
 from kvcdn.numbered import find_last
-from kvcdn.signing import SigningKey
+from kvcdn.signing import PublicKey, SigningKey
 from kvcdn.store import BlobStore
 
 _TRIES = 100
@@ -50,6 +50,11 @@ class Journal:
         self._head: Head | None = None
         # What is in memory is gone with the process, and its name says nothing.
         self._keeps = store.url != "memory:"
+
+    @property
+    def signer(self) -> PublicKey:
+        """Whose entries these are."""
+        return self._key.public
 
     def append(self, deed: Deed, tenant: str = "") -> Entry:
         """Creates the next entry; durable on return. Raises UnavailableError."""

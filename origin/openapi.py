@@ -13,6 +13,21 @@ _JOBS = {
     "required": ["jobs"],
     "properties": {"jobs": {"type": "array", "items": _JOB}, "next": {"type": ["string", "null"]}},
 }
+_WATCH = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "next_look": {"type": "number"},
+        "last_look": {"type": ["number", "null"]},
+        "reason": {"type": "string", "description": "Why the last look saw nothing, or not all; empty where it did."},
+        **{name: {"type": "integer"} for name in ("named", "documents", "failing", "submitted", "current", "old")},
+    },
+}
+_WATCHES = {
+    "type": "object",
+    "required": ["watches"],
+    "properties": {"watches": {"type": "array", "items": _WATCH}},
+}
 _ERROR = {
     "type": "object",
     "required": ["error", "hint"],
@@ -80,6 +95,7 @@ def _paths() -> dict[str, Any]:
             }
         },
         "/v1/jobs/{id}/retry": {"post": _operation("Try a dead job again.", _JOB, parameters=[_ID])},
+        "/v1/watches": {"get": _operation("What the watches see: needs the scope admin.", _WATCHES)},
         "/v1/openapi.json": {"get": _operation("This document.", {"type": "object"}, security=[])},
         "/healthz": {"get": _operation("Whether the service runs.", status, security=[])},
         "/readyz": {"get": _operation("Whether it takes new work.", status, security=[])},

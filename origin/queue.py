@@ -20,8 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UsageError
+from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
+from kvcdn.origin import quotas as quotas_
 from kvcdn.origin.jobs import ENDS, Job, JobRequest, JobState, Window, first_start
+from kvcdn.origin.queue_errors import ClaimLostError, QueueFullError, translated
+from kvcdn.origin.quotas import Ledger, Quotas
+
+__all__ = ["ClaimLostError", "JobQueue", "QueueFullError"]
 
 LEASE_SECONDS = 30.0
 """How long a claim lasts without a sign of life: as long a job of a dead worker lies."""
@@ -81,14 +86,6 @@ _DOCUMENT = frozenset(("text", "messages", "tools"))
 _OPEN = f"('{JobState.QUEUED}', '{JobState.RUNNING}')"
 
 
-class QueueFullError(UnavailableError):
-    """There is no room for more jobs, of anybody or of this tenant."""
-
-
-class ClaimLostError(KvcdnError):
-    """The job is not, or no longer, this worker's: it was cancelled, or its claim ran out."""
-
-
 class JobQueue:
     """The jobs of one service, in the file at `path`. Thread-safe, and shared by the processes of a machine."""
 
@@ -99,11 +96,12 @@ class JobQueue:
         most: int = 100_000,
         most_of_tenant: int = 10_000,
         lease_seconds: float = LEASE_SECONDS,
+        quotas: Quotas | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """At most `most` jobs are waiting or running. Raises UnavailableError, CorruptError, UsageError."""
         self._most, self._most_of_tenant, self._lease, self._clock = most, most_of_tenant, lease_seconds, clock
-        self._path = path
+        self._path, self._quotas = path, quotas or Quotas()
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -112,7 +110,7 @@ class JobQueue:
             self._base = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
             self._base.execute("PRAGMA journal_mode = WAL")
             self._base.execute("PRAGMA synchronous = FULL")
-            self._base.executescript(_SCHEMA)
+            self._base.executescript(_SCHEMA + quotas_.SCHEMA)
             (version,) = self._base.execute("PRAGMA user_version").fetchone()
             if version not in (0, VERSION):
                 raise UsageError(f"the queue {path} is of another version of kvcdn", hint="let that version empty it first")
@@ -120,7 +118,7 @@ class JobQueue:
         except OSError as error:
             raise UnavailableError(f"cannot open the queue {path}: {error.strerror}") from None
         except sqlite3.Error as error:
-            raise _translated(error, path) from None
+            raise translated(error, path) from None
 
     def close(self) -> None:
         with self._lock:
@@ -134,7 +132,7 @@ class JobQueue:
                 yield self._base
                 self._base.execute("COMMIT")
             except sqlite3.Error as error:
-                raise _translated(error, self._path) from None
+                raise translated(error, self._path) from None
             finally:
                 # A full disk ends a transaction by itself, or fails its COMMIT and leaves it open.
                 if self._base.in_transaction:
@@ -142,15 +140,23 @@ class JobQueue:
 
     # -- tenants --------------------------------------------------------------------------------------------------------------
 
-    def accept(self, orders: Sequence[tuple[str, JobRequest]]) -> list[Job | KvcdnError]:
+    def accept(
+        self,
+        orders: Sequence[tuple[str, JobRequest]],
+        also: Callable[[sqlite3.Connection, Job], None] | None = None,
+        bytes_per_day: Mapping[str, int] | None = None,
+    ) -> list[Job | KvcdnError]:
         """Accepts jobs, each of a tenant, in one transaction: they are on the disk on return.
 
-        For those without room, the error. A key that its tenant has used means that job; for another job it is an error.
+        What `also` writes for each new job is in the same transaction. For those without room, or beyond their tenants' quotas
+        (also those of their tokens, `bytes_per_day`), the error.
+        A key that its tenant has used means that job; for another job it is an error.
         """
         now = self._clock()
         with self._transaction() as base:
             (waiting,) = base.execute(f"SELECT count(*) FROM jobs WHERE state IN {_OPEN}").fetchone()  # noqa: S608 - constants
             open_of: dict[str, int] = {}
+            ledger = Ledger(base, replace(self._quotas, by_tenant=bytes_per_day or {}), now)
             answers: list[Job | KvcdnError] = []
             for tenant, request in orders:
                 known = self._keyed(tenant, request)
@@ -163,8 +169,15 @@ class JobQueue:
                 if waiting >= self._most or open_of[tenant] >= self._most_of_tenant:
                     answers.append(_full(self._most if waiting >= self._most else self._most_of_tenant))
                     continue
+                refusal = ledger.take(tenant, request.size)
+                if refusal is not None:
+                    answers.append(refusal)
+                    continue
                 waiting, open_of[tenant] = waiting + 1, open_of[tenant] + 1
-                answers.append(self._insert(tenant, request, now))
+                answers.append(accepted := self._insert(tenant, request, now))
+                if also:
+                    also(base, accepted)
+            ledger.close()
         return answers
 
     def _keyed(self, tenant: str, request: JobRequest) -> Job | UsageError | None:
@@ -239,6 +252,7 @@ class JobQueue:
     def forget(self, before: float) -> int:
         """Removes jobs that ended before this time, documents and all; how many."""
         with self._transaction() as base:
+            quotas_.forget(base, self._clock())
             gone = base.execute(f"DELETE FROM jobs WHERE state NOT IN {_OPEN} AND updated < ?", (before,))  # noqa: S608 - constants
         return gone.rowcount
 
@@ -301,7 +315,8 @@ class JobQueue:
 
     def finish(self, job: Job, result: Mapping[str, Any]) -> bool:
         """Ends a job that is published. False where it was not this worker's any more; nothing is changed then."""
-        return self._end(job, JobState.PUBLISHED, "", json.dumps(result))
+        counted = {"stored": int(result.get("uploaded_bytes") or 0), "submitted": int(result.get("fetched_bytes") or 0)}
+        return self._end(job, JobState.PUBLISHED, "", json.dumps(result), counted)
 
     def abandon(self, job: Job) -> bool:
         """Ends a job that was cancelled while it ran."""
@@ -328,7 +343,9 @@ class JobQueue:
             )
         return changed.rowcount == 1
 
-    def _end(self, job: Job, state: JobState, reason: str, result: str | None) -> bool:
+    def _end(
+        self, job: Job, state: JobState, reason: str, result: str | None, counted: Mapping[str, int] | None = None
+    ) -> bool:
         if state not in ENDS:
             raise ValueError(f"{state} is no end")
         with self._transaction() as base:
@@ -337,6 +354,8 @@ class JobQueue:
                 "WHERE id = ? AND claim = ? AND state = ?",
                 (state, reason, result, self._clock(), *_held(job)),
             )
+            if changed.rowcount == 1 and counted:
+                quotas_.charge(base, job.tenant, self._clock(), **counted)
         return changed.rowcount == 1
 
     def _one(self, condition: str, values: tuple[Any, ...]) -> Job | None:
@@ -374,9 +393,3 @@ def _job(row: Sequence[Any]) -> Job:
 
 def _full(most: int) -> QueueFullError:
     return QueueFullError(f"the queue holds {most:,} jobs, and no more", hint="try again later")
-
-
-def _translated(error: sqlite3.Error, path: Path) -> KvcdnError:
-    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-        return CorruptError(f"the queue {path} is damaged: {error}", hint="move it away and submit again what it held")
-    return UnavailableError(f"the queue {path} cannot be used: {error}")

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from kvcdn.origin.jobs import Job, JobRequest, JobState, read_request
 from kvcdn.origin.openapi import describe
 from kvcdn.origin.queue import JobQueue, QueueFullError
 from kvcdn.origin.service_settings import ServiceSettings
+from kvcdn.origin.watched import WatchBook
 
 T = TypeVar("T")
 
@@ -59,10 +61,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Service:
     """The jobs of one queue over HTTP. Belongs to an event loop; `close` when it has ended."""
 
-    def __init__(self, settings: ServiceSettings, queue: JobQueue, guard: Guard) -> None:
-        self._settings, self._queue, self._guard = settings, queue, guard
+    def __init__(self, settings: ServiceSettings, queue: JobQueue, guard: Guard, book: WatchBook | None = None) -> None:
+        self._settings, self._queue, self._guard, self._book = settings, queue, guard, book
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcdn-queue")
         self._orders: list[tuple[str, JobRequest, asyncio.Future[Job]]] = []
+        self._bytes_per_day: dict[str, int] = {}
         self._accepting: asyncio.Task[None] | None = None
         self.draining = False
 
@@ -80,6 +83,7 @@ class Service:
                 web.get("/v1/jobs/{id}/events", self._events),
                 web.delete("/v1/jobs/{id}", self._cancel),
                 web.post("/v1/jobs/{id}/retry", self._retry),
+                web.get("/v1/watches", self._watches),
             ]
         )
         return app
@@ -93,8 +97,13 @@ class Service:
 
     # -- accepting ------------------------------------------------------------------------------------------------------------
 
-    async def accept(self, tenant: str, requests: list[JobRequest]) -> list[Job]:
-        """Accepts jobs; they are on the disk on return. Raises QueueFullError where not all of them were."""
+    async def accept(self, tenant: str, requests: list[JobRequest], bytes_per_day: int | None = None) -> list[Job]:
+        """Accepts jobs; they are on the disk on return. Raises QueueFullError where not all of them were.
+
+        `bytes_per_day` is what the tenant's token lets it submit.
+        """
+        if bytes_per_day is not None:
+            self._bytes_per_day[tenant] = min(bytes_per_day, self._bytes_per_day.get(tenant, bytes_per_day))
         loop = asyncio.get_running_loop()
         orders = [(tenant, request, loop.create_future()) for request in requests]
         self._orders.extend(orders)
@@ -109,8 +118,10 @@ class Service:
     async def _accept_all(self) -> None:
         while self._orders:
             orders, self._orders = self._orders, []
+            quotas, self._bytes_per_day = self._bytes_per_day, {}
+            wanted = [(who, what) for who, what, _ in orders]
             try:
-                answers: list[Any] = list(await self.asked(self._queue.accept, [(who, what) for who, what, _ in orders]))
+                answers: list[Any] = list(await self.asked(self._queue.accept, wanted, None, quotas))
             except Exception as error:  # noqa: BLE001 - told to each who waits
                 answers = [error] * len(orders)
             for (_, _, future), answer in zip(orders, answers, strict=True):
@@ -126,7 +137,7 @@ class Service:
         jobs = await _requests(request)
         for job in jobs:
             self._check(job, grant)
-        accepted = await self.accept(grant.tenant, jobs)
+        accepted = await self.accept(grant.tenant, jobs, grant.bytes_per_day)
         return _json({"jobs": [job.to_json() for job in accepted]}, 202)
 
     def _check(self, job: JobRequest, grant: Grant) -> None:
@@ -199,6 +210,10 @@ class Service:
             await response.write_eof()
         return response
 
+    async def _watches(self, request: web.Request) -> web.Response:
+        _granted(request, Scope.ADMIN)
+        return _json({"watches": await self.asked(self._book.status) if self._book else []})
+
     # -- the service ----------------------------------------------------------------------------------------------------------
 
     async def _healthy(self, _request: web.Request) -> web.Response:
@@ -221,7 +236,7 @@ class Service:
                     return _error(error, 401, {"WWW-Authenticate": "Bearer"})
             return await handler(request)
         except QueueFullError as error:
-            return _error(error, 429, {"Retry-After": str(RETRY_SECONDS)})
+            return _error(error, 429, {"Retry-After": str(math.ceil(error.retry_seconds or RETRY_SECONDS))})
         except KvcdnError as error:
             return _error(error, _STATUS.get(error.exit_code, 500))
         except web.HTTPException as error:

@@ -13,10 +13,12 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from kvcdn.access.guard import Guard, read_issuers, read_token
 from kvcdn.access.listening import ListenAddress
 from kvcdn.access.tokens import AUDIENCE
-from kvcdn.errors import UnavailableError
+from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.keyring import load_or_create_signing_key, load_signing_key, load_trust, signing_key_path
 from kvcdn.origin.queue import JobQueue
+from kvcdn.origin.quotas import Quotas
 from kvcdn.origin.settings import checked_origin
+from kvcdn.origin.watch_settings import WatchSettings, require_served
 from kvcdn.passphrase import passphrase_from
 from kvcdn.paths import data_dir
 from kvcdn.settings import SettingsSources
@@ -26,6 +28,9 @@ from kvcdn.store import BlobStore
 from kvcdn.stores import open_store
 
 ENV_PREFIX = "KVCDN_SERVICE_"
+
+MAX_WATCHES = 32
+"""Each is a thread."""
 
 SOURCES = SettingsSources(service="prefill service", env_prefix=ENV_PREFIX, sample="infra/service.toml")
 
@@ -97,6 +102,12 @@ class ServiceSettings(BaseSettings):
     max_document: _Bytes = Field(default=16 * 1000**2, description="Largest document, and largest request.")
     max_jobs: int = Field(default=100_000, ge=1, description="Jobs that wait or run; more are refused with 429.")
     max_jobs_per_tenant: int = Field(default=10_000, ge=1, description="Of these, most of one tenant.")
+    submit_bytes_per_day: _Bytes | None = Field(
+        default=None, description="Bytes of documents that a tenant may submit in a day of UTC. Without it, any."
+    )
+    stored_bytes_per_day: _Bytes | None = Field(
+        default=None, description="Bytes of objects beyond which a tenant submits no more in a day of UTC. Without it, any."
+    )
     claim_seconds: float = Field(
         default=30.0,
         ge=2,
@@ -104,6 +115,9 @@ class ServiceSettings(BaseSettings):
         description="A worker that shows no sign of life for so long is dead, and its job another's.",
     )
     keep_days: float = Field(default=7, gt=0, le=3650, description="After how many days jobs that ended are forgotten.")
+    watch: tuple[WatchSettings, ...] = Field(
+        default=(), max_length=MAX_WATCHES, description="Folders, lists of URLs and sitemaps to publish again as they change."
+    )
     allow_internal_urls: bool = Field(
         default=False,
         description="Fetch documents from internal addresses, too. Whoever may submit reaches what this machine can.",
@@ -144,6 +158,19 @@ class ServiceSettings(BaseSettings):
             raise ValueError("actors on cuda need worker_gpus: Ray hides the GPUs of others")
         return self
 
+    @model_validator(mode="after")
+    def _watches_are_served(self) -> Self:
+        try:
+            require_served(self.watch, self.models, self.namespaces)
+        except UsageError as error:
+            raise ValueError(f"{error}; {error.hint}") from None
+        return self
+
+    @property
+    def queue_path(self) -> Path:
+        """Where the queue lies."""
+        return (self.queue_file or data_dir() / "queue.sqlite").expanduser()
+
     @property
     def address(self) -> ListenAddress:
         return ListenAddress.parse(self.listen)
@@ -157,8 +184,13 @@ class ServiceSettings(BaseSettings):
 
     def open_queue(self) -> JobQueue:
         """The queue. Raises UnavailableError, CorruptError."""
-        path = (self.queue_file or data_dir() / "queue.sqlite").expanduser()
-        return JobQueue(path, most=self.max_jobs, most_of_tenant=self.max_jobs_per_tenant, lease_seconds=self.claim_seconds)
+        return JobQueue(
+            self.queue_path,
+            most=self.max_jobs,
+            most_of_tenant=self.max_jobs_per_tenant,
+            lease_seconds=self.claim_seconds,
+            quotas=Quotas(self.submit_bytes_per_day, self.stored_bytes_per_day),
+        )
 
     def open_store(self) -> BlobStore:
         """Where objects go. Raises what the store's constructor raises."""
