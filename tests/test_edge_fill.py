@@ -482,7 +482,10 @@ def test_fills_beyond_the_places_wait_their_turn(tmp_path: Path) -> None:
     store.go.clear()
     with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(12) as pool:
         replies = [pool.submit(ask, edge.url, f"/{_first(document)[0]}") for document in documents]
-        time.sleep(0.5)
+        deadline = time.monotonic() + 30
+        while len(store.streams) < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)
         assert 8 == len(store.streams)
         store.go.set()
         assert [_first(document)[1] for document in documents] == [reply.result(20).body for reply in replies]
