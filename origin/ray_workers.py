@@ -85,18 +85,22 @@ class Seat:
         deaths = 0
         while not self._stop.is_set():
             began = time.monotonic()
-            actor = self._create()
             try:
-                if self._open(actor):
-                    self._work(actor)
+                self._serve()
             except (RayError, KvcdnError) as error:
                 log.warning("an actor is lost: %s", str(error).splitlines()[0])
             except Exception:
                 log.exception("an actor is given up")
-            finally:
-                ray.kill(actor)
             deaths = 0 if time.monotonic() - began > STEADY_SECONDS else deaths + 1
             self._stop.wait(min(RESTART_SECONDS * 2 ** max(deaths - 1, 0), MAX_RESTART_SECONDS))
+
+    def _serve(self) -> None:
+        actor = self._create()
+        try:
+            if self._open(actor):
+                self._work(actor)
+        finally:
+            ray.kill(actor)
 
     def _create(self) -> Any:
         settings = self._settings
