@@ -266,3 +266,18 @@ def test_a_batch_counts_what_it_used(published, tmp_path):
     assert 2 == found["prompts"] == found["begun"]
     assert sum(report.tokens_reused for report in reports) == found["tokens_fetched"]
     assert sum(report.tokens_total for report in reports) == found["tokens_asked"]
+
+
+def test_jobs_of_a_service_are_counted_when_they_have_ended(published, tmp_path):
+    """On their tenants' account; an attempt that is made again is no publication, and none that failed."""
+    from kvcdn.origin.attempt import Ending
+    from kvcdn.origin.attempt import Outcome as Attempted
+
+    with OriginUsage(tmp_path / "origin.sqlite") as usage:
+        usage.tried(Attempted(Ending.PUBLISHED, published.result.to_json()), "acme")
+        usage.tried(Attempted(Ending.FAILED, reason="the link"), "acme")
+        usage.tried(Attempted(Ending.STOPPED), "acme")
+        usage.tried(Attempted(Ending.FAILED, reason="no such model", for_good=True), "bolt")
+    found = {(entry.key.tenant, entry.key.outcome): entry.counts for entry in entries(tmp_path / "origin.sqlite", Part.ORIGIN)}
+    assert {("acme", Outcome.PUBLISHED), ("bolt", Outcome.FAILED)} == set(found)
+    assert published.result.tokens == found["acme", Outcome.PUBLISHED]["tokens_published"]

@@ -132,3 +132,16 @@ def test_nobody_reads_more_than_was_published(published, holds):
     theirs, ours = [BEGUN, client(bytes_edge=9, tokens_begun=4)], [edge(bytes_sent=9, tokens_served=4)]
     found = reconcile(Books.of([ledger(1, theirs), ledger(2, ours), ledger(3, [origin])]))
     assert (holds, 1, 0) == (found.holds, found.documents, found.documents_unknown)
+
+
+def test_a_prompt_that_goes_on_over_the_hour_is_one_prompt():
+    """It belongs to the hour in which it began, with all its entries."""
+    late = client(bytes_edge=9)
+    late = Entry(late.key._replace(hour=11), late.counts)
+    books = Books.of([ledger(1, [BEGUN, late]), ledger(2, [edge(bytes_sent=9)])])
+    assert ({Verdict.AGREED: 1}, 9, 9) == (
+        (found := reconcile(books, 10, 11)).prompts,
+        found.sent,
+        found.received,
+    )
+    assert {} == reconcile(books, 11, 12).prompts

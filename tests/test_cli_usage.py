@@ -23,6 +23,7 @@ from kvcdn.stores.memory import MemoryStore
 from support.command import kvcdn
 from support.edge_process import ask, edge_in_thread, settle
 from support.published import publish_text
+from support.tiny import TEXT
 
 ROOT = Path(__file__).parents[1]
 
@@ -204,3 +205,20 @@ def test_the_documented_client_counts(tiny_llama, monkeypatch, tmp_path):
     assert {"acme"} == {entry.key.tenant for entry in found}
     assert {Part.CLIENT} == {entry.key.part for entry in found}
     assert json.loads(found[0].encode())["part"] == "client"
+
+
+def test_publishing_and_asking_count_where_they_are_told_to(tiny_llama, tmp_path):
+    """Both in one ledger, by option or by variable; a dry run counts nothing."""
+    document, origin, ledger = tmp_path / "document.txt", tmp_path / "origin", tmp_path / "usage.sqlite"
+    document.write_text(TEXT[:4000] + "\n\n")
+    publish = ("publish", document, "--model", tiny_llama, "--origin", origin, "--usage", ledger)
+    assert 0 == kvcdn(*publish, "--dry-run").code
+    assert not ledger.exists()
+    assert 0 == kvcdn(*publish).code
+    asking = ("ask", document, "Why?", "--model", tiny_llama, "--origin", origin, "--max-tokens", "1", "--mode", "fetch")
+    report = kvcdn(*asking, "--json", KVCDN_USAGE=str(ledger), KVCDN_USAGE_TENANT="acme").json["report"]
+    (row,) = kvcdn("usage", ledger, "--json").json["rows"]
+    assert (1, 1) == (row["client"]["prompts"], row["origin"]["documents"])
+    assert report["tokens_reused"] == row["client"].get("tokens_fetched", 0)
+    assert report["tokens_total"] == row["client"]["tokens_asked"]
+    assert "acme" in {one["name"] for one in kvcdn("usage", ledger, "--by", "tenant", "--json").json["rows"]}

@@ -127,12 +127,16 @@ class Reconciliation:
         }
 
 
-def reconcile(books: Books) -> Reconciliation:
-    """Compares what `books` say of each prompt."""
+def reconcile(books: Books, first: int | None = None, last: int | None = None) -> Reconciliation:
+    """Compares what `books` say of each prompt that began from the hour `first` on and before `last`.
+
+    Prompts are chosen, not entries: one that goes on over the hour has entries in both.
+    """
     tied, known = _tied(books), _Known(books.parts(), books.runs, books.folded_to, _published(books))
     verdicts: dict[Verdict, int] = {}
     differences: dict[Verdict, int] = {}
     faults = []
+    tied = {name: one for name, one in tied.items() if _in(one.hour, first, last)}
     for one in tied.values():
         verdict = _verdict(one, known)
         verdicts[verdict] = verdicts.get(verdict, 0) + 1
@@ -140,18 +144,15 @@ def reconcile(books: Books) -> Reconciliation:
             differences[verdict] = differences.get(verdict, 0) + abs(one.difference)
         if verdict.is_fault:
             faults.append(one)
-    sums: Counts = {}
     untied = 0
-    for entry in books:
-        for name, count in entry.counts.items():
-            sums[name] = sums.get(name, 0) + count
+    for entry in books.between(first, last):
         if not entry.key.prompt and entry.key.part is Part.EDGE:
             untied += entry.counts.get("bytes_sent", 0)
     return Reconciliation(
         prompts=verdicts,
         sent=sum(one.sent for one in tied.values()),
         received=sum(one.received for one in tied.values()),
-        used=sums.get("bytes_used", 0),
+        used=sum(one.client.get("bytes_used", 0) for one in tied.values()),
         at_most=differences,
         tokens_served=sum(one.edge.get("tokens_served", 0) for one in tied.values()),
         tokens_begun=sum(one.client.get("tokens_begun", 0) for one in tied.values() if one.client.get("bytes_edge")),
@@ -190,6 +191,10 @@ def _tied(books: Books) -> dict[str, Tied]:
             one.document = one.document or key.document
             _add(one.client, entry.counts)
     return found
+
+
+def _in(hour: int, first: int | None, last: int | None) -> bool:
+    return (first is None or hour >= first) and (last is None or hour < last)
 
 
 def _published(books: Books) -> dict[str, int]:

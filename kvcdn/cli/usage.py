@@ -70,13 +70,14 @@ def usage(
         raise UsageError("name a ledger, or an edge", hint="kvcdn usage FILE..., or --edge URL, or set KVCDN_USAGE")
     first, last = read_hour(since, "--from"), read_hour(until, "--to")
     book = None if export is None else read_tariff(tariff)
-    books = read_books(paths, edge or (), token).between(first, last)
+    everything = read_books(paths, edge or (), token)
+    books = everything.between(first, last)
     _warn(books)
     if book is not None:
         show_bills(books, book, first, last, as_csv=export is Export.CSV)
         return
     if reconcile:
-        show_reconciliation(compare(books), as_json=as_json)
+        show_reconciliation(compare(everything, first, last), as_json=as_json)
         return
     found = rows(books.tied(), by)
     priced = read_prices(store, delivery, device, gpu_hour, prices) if cost else None
