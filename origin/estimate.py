@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcdn.block import seal_block
 from kvcdn.codec import Buffer, Encoded
-from kvcdn.codecs.choice import GridEncoder, choose_fine
-from kvcdn.errors import UsageError
-from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, Namespace, PrefixNames
+from kvcdn.codecs.choice import (
+    TYPICAL_EXPONENTS,
+    GridEncoder,
+    TensorEncoder,
+    TransformEncoder,
+    choose_fine,
+    unknown_rows,
+)
+from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames
+from kvcdn.layout import Layout
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.prefill import ScheduledPrefill
+from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill
+from kvcdn.model.quality import tail_tokens
+from kvcdn.origin.lossy import Encoders
 from kvcdn.origin.publish import check_length, published_part, require_lossy
 from kvcdn.signing import SigningKey
 
@@ -45,28 +57,23 @@ def estimate_publish(
 ) -> Estimate:
     """Prefills and encodes the first block of `token_ids`, writes nothing, and extrapolates. Raises UsageError.
 
-    The quality of a lossy precision is not measured here.
+    The quality of a lossy precision is not measured here. Where the model's basis is needed and not here yet, it is made.
     """
     loaded = loaded.current()
-    if precision in TRANSFORMED:
-        raise UsageError(f"the size in {precision} hangs on the whole document: nothing less than publishing tells it")
     token_ids = published_part(loaded, token_ids)
     check_length(loaded, len(token_ids))
     identity = replace(loaded.identity, precision=precision)
     names = PrefixNames.of(identity, namespace, token_ids)
-    first = names.blocks[0]
-    block = next(ScheduledPrefill(loaded.model, identity.layout, first.tokens).run(token_ids[: first.tokens]))
-    layers: list[list[Buffer | Encoded]] = [list(layer) for layer in block.raw_layers()]
     if precision != PRECISION_NATIVE:
         require_lossy(loaded, precision)
-        # Which tensors are finer is known when the whole document is; how many are is enough here.
-        fine = choose_fine(identity.layout, {})
-        encoder = GridEncoder(identity.layout, precision, len(token_ids), fine)
-        layers = [
-            [encoder.encode(raw, layer, tensor, first) for tensor, raw in enumerate(tensors)]
-            for layer, tensors in enumerate(block.raw_layers())
-        ]
-    stored = sum(map(len, seal_block(identity, first, loaded.producer, layers, SigningKey.generate())))
+    # The first block has exact rows, which are many beside few bytes: a whole second one is more like those behind it.
+    second = precision in TRANSFORMED and len(names.blocks) > 1 and names.blocks[1].tokens == names.blocks[0].tokens
+    first = names.blocks[1 if second else 0]
+    *_, block = ScheduledPrefill(loaded.model, identity.layout, first.end).run(token_ids[: first.end])
+    stored = sum(
+        share * sum(map(len, seal_block(identity, first, loaded.producer, layers, SigningKey.generate())))
+        for share, layers in _encoded(loaded, token_ids, precision, first, block)
+    )
     raw = identity.layout.raw_bytes(len(token_ids))
     measured = sum(len(tensor) for layer in block.raw_layers() for tensor in layer)
     # A block that keeps neither rows nor states tells nothing of how they compress.
@@ -84,3 +91,36 @@ def estimate_publish(
         prefill_seconds=round(len(token_ids) / speed, 2),
         break_even_bytes_per_second=round(raw / len(token_ids) * ratio * speed),
     )
+
+
+def _encoded(
+    loaded: LoadedModel, token_ids: Sequence[int], precision: str, name: BlockName, block: PrefilledBlock
+) -> Iterator[tuple[float, list[list[Buffer | Encoded]]]]:
+    """A block as it would be encoded: in each of the ways that rows of the document are, with their shares."""
+    layout, total = loaded.identity.layout, len(token_ids)
+    encoders: list[tuple[float, TensorEncoder]]
+    if precision == PRECISION_NATIVE:
+        yield 1.0, [list(layer) for layer in block.raw_layers()]
+        return
+    if precision in TRANSFORMED:
+        basis = Encoders(loaded, token_ids, block.layers).basis
+        unknown = unknown_rows(total, total - tail_tokens(total)) / total
+        encoders = [
+            (share, TransformEncoder(layout, precision, basis, _constant(layout, total, exponent)))
+            for share, exponent in zip((1 - unknown, unknown), TYPICAL_EXPONENTS, strict=True)
+        ]
+    else:
+        # Which tensors are finer is known when the whole document is; how many are is enough here.
+        encoders = [(1.0, GridEncoder(layout, precision, total, choose_fine(layout, {})))]
+    for share, encoder in encoders:
+        yield (
+            share,
+            [
+                [encoder.encode(raw, layer, tensor, name) for tensor, raw in enumerate(tensors)]
+                for layer, tensors in enumerate(block.raw_layers())
+            ],
+        )
+
+
+def _constant(layout: Layout, tokens: int, exponent: int) -> list[list[NDArray[np.int16]]]:
+    return [[np.full(tokens, exponent, np.int16) for _ in layer.tensors] for layer in layout.layers]

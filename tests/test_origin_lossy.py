@@ -216,12 +216,13 @@ def test_short_documents(published):
 def test_estimates_know_the_precision(published):
     """Without measuring or writing anything."""
     ratios = [
-        estimate_publish(published.loaded, published.token_ids, Namespace.public(), name).ratio for name in ("native", *GRIDS)
+        estimate_publish(published.loaded, published.token_ids, Namespace.public(), name).ratio for name in ("native", *LOSSY)
     ]
-    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[:3] == sorted(ratios[:3], reverse=True)
     assert abs(ratios[2] - published.results["int4"].ratio) < 0.05
-    with pytest.raises(UsageError, match="nothing less than publishing"):
-        estimate_publish(published.loaded, published.token_ids, Namespace.public(), "tc-low")
+    # Rows of a random model are read alike, which those of a real one are not: the estimate is near all the same.
+    for found, precision in zip(ratios[3:], LOSSY[2:], strict=True):
+        assert 0.8 < found / published.results[precision].ratio < 1.25
 
 
 def test_the_judge_knows_exact_from_wrong(published):

@@ -46,6 +46,9 @@ taken for worthless can cost more than all others together."""
 
 _MOST_EXPONENT = 3
 
+TYPICAL_EXPONENTS = (0, -_MOST_EXPONENT)
+"""Of rows that were read, on the mean, and of those of which nothing is known."""
+
 
 class TensorEncoder(Protocol):
     """One document's encoder. Thread-safe."""
@@ -134,6 +137,11 @@ def choose_fine(layout: Layout, harms: Mapping[Place, float]) -> frozenset[Place
             found.add(place)
             left -= sizes[place]
     return frozenset(found)
+
+
+def unknown_rows(tokens: int, seen: int) -> int:
+    """How many of `tokens` rows nothing is known of when the first `seen` are looked at."""
+    return tokens - seen + min(_FEWEST_READERS, seen // 4)
 
 
 def _read_enough(rows: NDArray[Any]) -> NDArray[Any]:
