@@ -1,6 +1,9 @@
 """Kills of a prefill service at random moments: every accepted job ends published, each document once, and fsck is clean.
 
 KVCDN_SOAK_KILLS=200 pytest -s -p no:xdist --timeout 0 tests/soak/soak_origin.py
+
+With KVCDN_SOAK_EXECUTOR=ray the workers are two actors of a Ray cluster, and what is killed of them is one, or the process that
+hands them jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from kvcdn.origin.jobs import JobState
 from kvcdn.origin.queue import JobQueue
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
-from support.origin_process import children, running_origin
+from support.origin_process import children, descendants, running_origin
 from support.tiny import TEXT
 
 KILLS = int(os.environ.get("KVCDN_SOAK_KILLS", "200"))
@@ -27,10 +30,14 @@ KILLS = int(os.environ.get("KVCDN_SOAK_KILLS", "200"))
 JOBS_BETWEEN = 3
 """Documents submitted before each kill."""
 
-LONGEST_SECONDS = 8.0
+EXECUTOR = os.environ.get("KVCDN_SOAK_EXECUTOR", "processes")
+
+LONGEST_SECONDS = 8.0 if EXECUTOR == "processes" else 25.0
 """From a start to its kill: some hit the imports, some a model being loaded, most a job."""
 
 DRAIN_SECONDS = 1200
+
+SETTINGS = {"executor": EXECUTOR, "workers": "1" if EXECUTOR == "processes" else "2"}
 
 
 def submit(url: str, number: int) -> dict[str, str] | None:
@@ -49,6 +56,14 @@ def submit(url: str, number: int) -> dict[str, str] | None:
     return job
 
 
+def pick(pid: int, chance: random.Random) -> list[int]:
+    """The workers of the service `pid` that die this time."""
+    if EXECUTOR == "processes":
+        return children(pid)
+    actors = [child for child, name in descendants(pid).items() if name.startswith("ray::Actor")]
+    return [chance.choice(children(pid) + actors)]
+
+
 def test_every_accepted_job_ends_published_once(tmp_path, tiny_llama) -> None:
     """Service, worker, or both are killed, at random moments, again and again."""
     seed = int(os.environ.get("KVCDN_SOAK_SEED", str(time.time_ns())))
@@ -58,7 +73,7 @@ def test_every_accepted_job_ends_published_once(tmp_path, tiny_llama) -> None:
     killed = {"service": 0, "worker": 0, "both": 0}
     number = 0
     while sum(killed.values()) < KILLS:
-        with running_origin(tmp_path, tiny_llama) as (url, process):
+        with running_origin(tmp_path, tiny_llama, **SETTINGS) as (url, process):
             for _ in range(JOBS_BETWEEN):
                 job = submit(url, number)
                 if job is not None:
@@ -67,16 +82,15 @@ def test_every_accepted_job_ends_published_once(tmp_path, tiny_llama) -> None:
             for _ in range(chance.randint(1, 3)):
                 time.sleep(chance.random() * LONGEST_SECONDS)
                 what = chance.choice(sorted(killed))
-                workers = children(process.pid)
                 if what != "service":
-                    for worker in workers:
+                    for worker in pick(process.pid, chance):
                         os.kill(worker, signal.SIGKILL)
                 killed[what] += 1
                 if what != "worker":
                     break
             process.kill()
     queue = JobQueue(tmp_path / "queue")
-    with running_origin(tmp_path, tiny_llama):
+    with running_origin(tmp_path, tiny_llama, **SETTINGS):
         deadline = time.monotonic() + DRAIN_SECONDS
         while {JobState.QUEUED, JobState.RUNNING} & set(queue.counts()):
             assert time.monotonic() < deadline, queue.counts()
