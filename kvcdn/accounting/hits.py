@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,11 +119,7 @@ def blamed(entry: Entry, word: Mapping[str, Loss]) -> Loss:
 
 
 def _sorted(counts: Mapping[str, int]) -> dict[str, int]:
-    return dict(_items(counts))
-
-
-def _items(counts: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    yield from sorted(counts.items())
+    return dict(sorted(counts.items()))
 
 
 def _rounded(value: float | None) -> float | None:

@@ -12,6 +12,7 @@ import urllib3
 from kvcdn.accounting.books import Books
 from kvcdn.accounting.ledger import Ledger
 from kvcdn.accounting.snapshot import Snapshot
+from kvcdn.cli.output import note, size
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UntrustedError, UsageError
 
 ASK_SECONDS = 30.0
@@ -21,6 +22,9 @@ MAX_SNAPSHOT_BYTES = 1 << 30
 """A ledger that is full has some 160 MB."""
 
 PIECE_BYTES = 1 << 16
+
+SLOW_BYTES = 20 * 1000**2
+"""Reading a larger ledger takes seconds."""
 
 _SQLITE = b"SQLite format 3\x00"
 
@@ -39,6 +43,9 @@ def read_file(path: Path) -> Snapshot:
     """A ledger, or a snapshot in its text form. Raises as `read_books`."""
     try:
         with path.open("rb") as file:
+            length = path.stat().st_size
+            if length > SLOW_BYTES:
+                note(f"reading {path}, {size(length)}")
             if file.read(len(_SQLITE)) == _SQLITE:
                 with Ledger(path, create=False) as ledger:
                     return ledger.snapshot()
