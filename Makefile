@@ -46,7 +46,7 @@ page: setup browser
 
 # Debian's chromium and its driver, where they can be installed; nothing where they cannot.
 browser:
-	command -v chromedriver || { [ "$$(id -u)" = 0 ] && timeout 300 sh -c 'apt-get -q update && apt-get -qy install chromium chromium-driver'; } || true
+	command -v chromedriver || { [ "$$(id -u)" = 0 ] && timeout 150 sh -c 'apt-get -q update && apt-get -qy install chromium chromium-driver'; } || true
 
 # Ten minutes of mixed load on an edge that is killed again and again, before an origin that fails: make soak SOAK_SECONDS=600.
 SOAK_SECONDS ?= 600

@@ -300,3 +300,42 @@ def test_the_report_is_renewed_in_place(tmp_path):
     assert "claude-sonnet-4-6" in path.read_text()
     assert not kvcdn("economics", "--report", path, "--json").json["changed"]
     assert 3 == kvcdn("economics", "--report", tmp_path / "none.md").code
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "expected"),
+    [
+        ("genai:claude-sonnet-4-6", 4000, (3.0, 0.30)),
+        ("genai:anthropic/claude-opus-5", 4000, (5.0, 0.50)),
+        ("genai:gpt-6.1-sol", 100, (2.0, 0.10)),
+    ],
+)
+def test_tariffs_of_genai_prices(name, tokens, expected):
+    """The package's own data, without a network: those of the presets that it is the source of."""
+    pytest.importorskip("genai_prices")
+    from datetime import UTC, datetime
+
+    from kvcdn.cli.genai_tariff import genai_tariff
+
+    found = genai_tariff(name, tokens, datetime(2026, 11, 30, 12, tzinfo=UTC))
+    assert expected == (pytest.approx(found.input_usd_per_million), pytest.approx(found.cached_usd_per_million))
+    assert "2026-11-30" == found.date
+    assert found.source.startswith("genai-prices ")
+
+
+def test_a_tariff_of_genai_prices_is_used():
+    """By name, with its source among the assumptions; a model that it does not know is refused."""
+    pytest.importorskip("genai_prices")
+    from typer.testing import CliRunner
+
+    from kvcdn.cli.main import app
+    from kvcdn.errors import UsageError
+
+    done = CliRunner().invoke(app, ["economics", "--tariff", "genai:claude-sonnet-4-6", "--json"])
+    assert 0 == done.exit_code
+    assumed = json.loads(done.stdout)["assumptions"]["input_usd_per_million"]
+    assert 3.0 == assumed["value"]
+    assert "anthropic, claude-sonnet-4-6" in assumed["source"]
+    refused = CliRunner().invoke(app, ["economics", "--tariff", "genai:no-such-model"])
+    assert isinstance(refused.exception, UsageError)
+    assert "genai-prices" in str(refused.exception)

@@ -84,6 +84,9 @@ def test_a_topology_of_ones_own(tmp_path):
         (("--vary", "edge.mbit=1,1"), "names no values"),
         (("--vary", "edge.speed=1"), "speed is no setting"),
         (("--trace", "/nowhere"), "cannot read the trace"),
+        (("--check", "--readers", "5"), "takes no --readers"),
+        (("--method", "guess"), "no method 'guess'"),
+        (("--window", "0"), "--window"),
     ],
 )
 def test_what_cannot_be_is_refused(words, told):

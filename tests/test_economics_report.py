@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcdn.economics.report import SECTIONS, fill
+from kvcdn.economics.report import PLOTS, SECTIONS, case, fill
 from kvcdn.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -189,3 +189,19 @@ def test_only_tables_are_touched():
     assert renewed.startswith("# A\n\n<!-- table: tariffs -->\n\n| preset |")
     assert renewed.endswith("|\n\n<!-- end -->\n\nwords | of | mine\n")
     assert renewed == fill(renewed)
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_plots_are_what_the_code_draws(name, tmp_path):
+    """Each is shown in the document; drawn again, by the same version of matplotlib, it is the same file."""
+    mpl = pytest.importorskip("matplotlib")
+    from kvcdn.cli.economics_plot import draw
+
+    assert f"({name})" in document()
+    committed = (DOCUMENT.parent / name).read_text("utf-8")
+    assert len(committed) < 100_000
+    if f"Matplotlib v{mpl.__version__}," not in committed:
+        pytest.skip("drawn by another version of matplotlib")
+    model, device, link = PLOTS[name]
+    draw(case(model, device, link), tmp_path / name)
+    assert committed == (tmp_path / name).read_text("utf-8")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcdn.errors import UnavailableError, UsageError
+from kvcdn.cli.figure import new_figure, write_figure
 
 Result = Mapping[str, Any]
 
@@ -17,18 +17,18 @@ _EXACT = 1e-2
 def draw_crossover(result: Result, path: Path) -> None:
     """Prefill, fetch and auto by link speed."""
     rows = sorted(result["rows"], key=lambda row: row["mbit"])
-    figure, axes = _figure(f"{result['tokens']:,} tokens, {result.get('machine', {}).get('model', '')}")
+    figure, axes = _figure(f"{result['tokens']:,} tokens, {result.get('machine', {}).get('model', '')}", path)
     for name, style in (("prefill", "s--"), ("fetch", "o--"), ("auto", "^-")):
         axes.plot([row["mbit"] for row in rows], [row[f"{name}_s"] for row in rows], style, label=name)
     axes.axvline(result["crossover_mbit"], color="grey", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="link, Mbit/s", ylabel="time to first token, s")
     axes.legend()
-    _save(figure, path)
+    write_figure(figure, path)
 
 
 def draw_codecs(result: Result, path: Path) -> None:
     """Divergence over bytes, a line a document."""
-    figure, axes = _figure("mean KL over tokens that follow, whole objects")
+    figure, axes = _figure("mean KL over tokens that follow, whole objects", path)
     documents = dict.fromkeys(row["document"] for row in result["rows"])
     for document, colour in zip(documents, ("C0", "C1", "C2", "C3", "C4"), strict=False):
         rows = [row for row in result["rows"] if row["document"] == document and row.get("kl_recompute")]
@@ -40,30 +40,15 @@ def draw_codecs(result: Result, path: Path) -> None:
     axes.axhline(1.0, color="grey", linewidth=0.8)
     axes.set(yscale="log", xlabel="bytes over raw bfloat16", ylabel="divergence, multiples of recompute noise")
     axes.legend(title="exact is drawn at the bottom")
-    _save(figure, path)
+    write_figure(figure, path)
 
 
 PLOTS: dict[str, Callable[[Result, Path], None]] = {"crossover": draw_crossover, "codec": draw_codecs}
 
 
-def _figure(title: str) -> tuple[Any, Any]:
-    try:
-        import matplotlib as mpl  # noqa: PLC0415 - an optional extra
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise UsageError("the plots need matplotlib, which is not installed", hint="pip install 'kvcdn[plot]'") from None
-    mpl.rcParams["svg.hashsalt"] = "kvcdn"
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+def _figure(title: str, path: Path) -> tuple[Any, Any]:
+    figure = new_figure(path, (7, 4.5))
     axes = figure.subplots()
     axes.set_title(title, fontsize=10)
     axes.grid(visible=True, which="major", linewidth=0.3)
     return figure, axes
-
-
-def _save(figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, metadata={"Date": None})
-    except OSError as error:
-        raise UnavailableError(f"cannot write {path}: {error}") from None

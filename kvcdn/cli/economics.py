@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcdn.cli.options import AsJson
+from kvcdn.cli.options import AsJson, refuse_others
 from kvcdn.cli.output import link as shown_link
 from kvcdn.cli.output import note, print_json, print_pairs, print_table, print_text, size
 from kvcdn.errors import UsageError
@@ -51,7 +51,9 @@ def economics(
     delivery: Annotated[str, typer.Option(help="Edge prices: cloudfront, bunny, bunny-volume, fastly, own.")] = "bunny",
     edge_usd: Annotated[float | None, typer.Option(help="USD a GB from an edge.")] = None,
     hit_ratio: Annotated[float, typer.Option(help="Share of reads that edges answer by themselves.")] = 0.9,
-    tariff: Annotated[str, typer.Option(help="API tariff to compare with, such as claude-sonnet-4-6.")] = "claude-sonnet-4-6",
+    tariff: Annotated[
+        str, typer.Option(help="API tariff to compare with, such as claude-sonnet-4-6; genai:MODEL: from genai-prices.")
+    ] = "claude-sonnet-4-6",
     input_usd: Annotated[float | None, typer.Option(help="USD a million input tokens of the API.")] = None,
     cached_usd: Annotated[float | None, typer.Option(help="USD a million cached tokens of the API.")] = None,
     link: Annotated[
@@ -81,7 +83,7 @@ def economics(
     Nothing is measured here. Prices are dated presets, or yours; --json shows each with its source.
     """
     if preset is not None or report is not None:
-        _refuse_others(ctx, "preset" if preset is not None else "report")
+        refuse_others(ctx, "preset" if preset is not None else "report", {"as_json"})
         _show_preset(preset, as_json=as_json) if preset is not None else _renew(report, as_json=as_json)
         return
     from kvcdn.cli.economics_case import case_of  # noqa: PLC0415 - see kvcdn.cli
@@ -95,22 +97,10 @@ def economics(
     _show(case, as_json=as_json)
 
 
-def _refuse_others(ctx: typer.Context, option: str) -> None:
-    """A published case and the document's tables have their own assumptions: others would be ignored, so they are refused."""
-    # By name: typer may carry a click of its own, whose enum is another.
-    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    others = sorted(set(given) - {option, "as_json"})
-    if others:
-        raise UsageError(
-            f"--{option} has its own assumptions and takes no --{others[0].replace('_', '-')}",
-            hint=f"leave --{option} out to compute with yours",
-        )
-
-
 def _renew(path: Path | None, *, as_json: bool) -> None:
     from kvcdn.cli.economics_case import read_text  # noqa: PLC0415
-    from kvcdn.economics.report import SECTIONS, fill  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.cli.economics_plot import draw  # noqa: PLC0415
+    from kvcdn.economics.report import PLOTS, SECTIONS, case, fill  # noqa: PLC0415 - see kvcdn.cli
 
     if path is None:
         return
@@ -118,6 +108,9 @@ def _renew(path: Path | None, *, as_json: bool) -> None:
     renewed = fill(text)
     if renewed != text:
         path.write_text(renewed, "utf-8")
+    for name, (model, device, link) in PLOTS.items():
+        if f"({name})" in text:
+            draw(case(model, device, link), path.with_name(name))
     if as_json:
         print_json({"report": str(path), "changed": renewed != text, "tables": list(SECTIONS)})
     else:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvcdn.cli.genai_tariff import PREFIX, genai_tariff
 from kvcdn.cli.output import size
 from kvcdn.economics.case import LONGEST_TOKENS, Case, Speed, hourly
 from kvcdn.economics.checks import known, number, whole
@@ -16,6 +17,7 @@ from kvcdn.economics.devices import Link
 from kvcdn.economics.models import Attention, Model, plain
 from kvcdn.economics.precisions import PRECISIONS, Precision
 from kvcdn.economics.pricebook import PriceBook
+from kvcdn.economics.prices import Tariff
 from kvcdn.economics.verdict import rounded
 from kvcdn.errors import NotFoundError, UsageError
 from kvcdn.model.checkpoint import HUB_ALIASES
@@ -53,7 +55,7 @@ def _case(book: PriceBook, given: dict[str, Any]) -> Case:
     )
     delivery = replace(known("delivery", given["delivery"], book.deliveries), **_own(given, edge_usd="egress_usd_per_gb"))
     tariff = replace(
-        known("tariff", given["tariff"], book.tariffs),
+        _tariff(book, given["tariff"], given["tokens"] + given["question_tokens"]),
         **_own(given, input_usd="input_usd_per_million", cached_usd="cached_usd_per_million"),
     )
     model = _model(book, given, measured)
@@ -76,6 +78,10 @@ def _case(book: PriceBook, given: dict[str, Any]) -> Case:
         request_bytes=given["request_bytes"],
         gpu_waits=given["gpu_waits"],
     )
+
+
+def _tariff(book: PriceBook, name: str, tokens: int) -> Tariff:
+    return genai_tariff(name, tokens) if name.startswith(PREFIX) else known("tariff", name, book.tariffs)
 
 
 def _own(given: dict[str, Any], **fields: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,3 +141,16 @@ def quiet_libraries() -> None:
     from transformers.utils import logging  # noqa: PLC0415 - see kvcdn.cli
 
     logging.disable_progress_bar()
+
+
+def refuse_others(ctx: typer.Context, option: str, beside: AbstractSet[str]) -> None:
+    """What goes with `option` has its own assumptions: options but those `beside` would be ignored, so they are refused."""
+    # By name: typer may carry a click of its own, whose enum is another.
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    others = sorted(set(given) - {option, *beside})
+    if others:
+        raise UsageError(
+            f"--{option} has its own assumptions and takes no --{others[0].replace('_', '-')}",
+            hint=f"leave --{option} out to compute with yours",
+        )

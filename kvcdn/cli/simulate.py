@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcdn.cli.options import AsJson
-from kvcdn.cli.output import print_json, print_table, print_text, size, ticking
+from kvcdn.cli.options import AsJson, refuse_others
+from kvcdn.cli.output import note, print_json, print_table, print_text, size, ticking
 from kvcdn.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def simulate(
+    ctx: typer.Context,
     topology: Annotated[
         str, typer.Argument(help="A TOML file such as infra/simulation.toml, or a preset: cluster, laptops, office.")
     ] = "cluster",
@@ -35,14 +36,37 @@ def simulate(
     vary: Annotated[
         str | None, typer.Option(help="One setting in several values, such as edge.capacity_gb=10,100,1000: a row for each.")
     ] = None,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="For --check: checkpoint folder, hub id or alias.")
+    ] = "smollm2-135m",
+    method: Annotated[
+        str, typer.Option(help="events: every prompt; window: some, with caches in their steady state; auto: by their number.")
+    ] = "auto",
+    window: Annotated[int, typer.Option(help="Prompts of a window.")] = 200_000,
     prices: Annotated[Path | None, typer.Option(help="TOML file with prices of your own, as for kvcdn economics.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the times to the first token to this .png or .svg file.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Renew tables and plots of this document, docs/simulation.md, from the traces in --trace."),
+    ] = None,
     *,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run a small case really, on this machine, and simulated, and tell the difference.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate traffic on a topology, with kvcdn and without: hits, egress, time to first token, cost of a million tokens.
 
-    Caches evict and clients plan by the code that edges and clients run. Nothing is measured on this machine.
+    Caches evict and clients plan by the code that edges and clients run. Nothing is measured on this machine, but with --check.
     """
+    if check:
+        refuse_others(ctx, "check", {"model", "as_json"})
+        _check(model, as_json=as_json)
+        return
+    if report is not None:
+        refuse_others(ctx, "report", {"trace"})
+        _renew(report, trace)
+        return
     from kvcdn.cli.economics_case import read_text  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.cli.simulate_parts import REAL  # noqa: PLC0415
     from kvcdn.economics.pricebook import PriceBook  # noqa: PLC0415
@@ -64,12 +88,51 @@ def simulate(
     rows = []
     for label, varied in _variants(_topology(topology), vary):
         traffic = _traffic(trace, drawn, varied, rate, seed)
-        rows.append({"set": label, **compare(varied, traffic, book, REAL, ticking())})
+        rows.append({"set": label, **compare(varied, traffic, book, REAL, ticking(), method=method, window=window)})
     result = {"topology": topology, "traffic": traffic.name, "seed": seed, "vary": vary, "runs": rows}
+    if plot is not None:
+        from kvcdn.cli.simulate_plot import draw  # noqa: PLC0415
+
+        draw(result, plot)
+        note(f"a plot is in {plot}")
     if as_json:
         print_json(result)
         return
     _show(result)
+
+
+def _check(model: str, *, as_json: bool) -> None:
+    from kvcdn.cli.simulate_check import CheckCase, check  # noqa: PLC0415 - see kvcdn.cli
+
+    found = check(model, CheckCase(), note)
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [name, f"{row['real_s']:.3f} s", f"{row['slowest_s']:.3f} s", f"{row['simulated_s']:.3f} s", f"{row['error']:+.1%}"]
+        for name, row in found["fetch"].items()
+    ]
+    print_table(["FETCH", "REAL", "SLOWEST ROUND", "SIMULATED", "ERROR"], rows)
+    hits, filled = found["hit_ratio"], found["filled_bytes"]
+    print_text(f"\nhits of the edge, by bytes: {hits['real']:.1%} really, {hits['simulated']:.1%} simulated")
+    print_text(f"filled by the edge: {size(filled['real'])} really, {size(filled['simulated'])} simulated")
+
+
+def _renew(document: Path, folder: Path | None) -> None:
+    from kvcdn.cli.economics_case import read_text  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.cli.simulate_plot import draw  # noqa: PLC0415
+    from kvcdn.cli.simulate_report import plot_runs, sections  # noqa: PLC0415
+    from kvcdn.economics.report import fill  # noqa: PLC0415
+
+    if folder is None:
+        raise UsageError(
+            "--report needs the folder of the traces", hint="kvcdn simulate --report docs/simulation.md --trace FOLDER"
+        )
+    tell = ticking()
+    document.write_text(fill(read_text(document), sections(folder, tell)), "utf-8")
+    for name, result in plot_runs(folder, tell).items():
+        draw(result, document.with_name(name))
+    note(f"{document}: tables and plots renewed")
 
 
 def _topology(name: str) -> Topology:
@@ -112,6 +175,8 @@ def _show(result: dict[str, Any]) -> None:
     from kvcdn.economics.verdict import seconds, usd  # noqa: PLC0415 - see kvcdn.cli
 
     print_text(f"{result['traffic']}, over {result['topology']}\n")
+    if any(run["method"] == "window" for run in result["runs"]):
+        print_text(f"{result['runs'][0]['with']['simulated']:,} prompts simulated, caches by Che's approximation\n")
     rows = []
     for run in result["runs"]:
         for name in ("without", "with"):

@@ -43,6 +43,12 @@ _MODELS = (
     "deepseek-v3.2",
 )
 
+PLOTS: Mapping[str, tuple[str, str, str]] = {
+    "economics-h100.svg": ("llama-3.1-70b", "h100", "region"),
+    "economics-laptop.svg": ("qwen3-4b", "m1-pro", "home"),
+}
+"""Break-even maps beside the document: of a model, on a device, with a link marked."""
+
 _SMALL = ("smollm2-135m", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "gemma-3-4b")
 """Models for machines without a server GPU."""
 
@@ -65,7 +71,8 @@ def case(model: str, device: str = "h100", link: str = "region", *, precision: s
     )
 
 
-def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
     lines = [list(headings), *map(list, rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
@@ -81,7 +88,7 @@ def _paper() -> str:
         for row in [paper.original(), *paper.corrections()]
         if "high" not in row.changed and "AWS" not in row.changed
     ]
-    return _table(["assumed", "prefill", "reuse", "ratio", "pays"], rows)
+    return table(["assumed", "prefill", "reuse", "ratio", "pays"], rows)
 
 
 def _sensitivity() -> str:
@@ -89,7 +96,7 @@ def _sensitivity() -> str:
         [entry["assumption"], entry["instead"], f"{entry['ratio']:.2g} x", f"{entry['ratio_moves_by']:,.0f} x"]
         for entry in paper.sensitivity()
     ]
-    return _table(["the paper assumes", "in its place", "ratio becomes", "moves by"], rows)
+    return table(["the paper assumes", "in its place", "ratio becomes", "moves by"], rows)
 
 
 def _needs() -> str:
@@ -108,13 +115,13 @@ def _needs() -> str:
             ]
         )
     headings = ["model", "kind", "KV bytes a token", "H100s", "prefill tokens/s", "link needed", "opening needed"]
-    return _table(headings, rows)
+    return table(headings, rows)
 
 
 def _devices_need() -> str:
     devices = ("rtx-4090", "l40s", "a100", "m1-pro", "cpu-2-cores")
     rows = [[name, *(_needed(name, device) for device in devices)] for name in _SMALL]
-    return _table(["model", *devices], rows)
+    return table(["model", *devices], rows)
 
 
 def _needed(model: str, device: str) -> str:
@@ -124,7 +131,7 @@ def _needed(model: str, device: str) -> str:
 
 def _faster(device: str, models: Iterable[str]) -> str:
     rows = [[name, *(_count(faster_from(case(name, device, link))) for link in LINKS)] for name in models]
-    return _table(["model", *LINKS], rows)
+    return table(["model", *LINKS], rows)
 
 
 def _cheaper() -> str:
@@ -152,7 +159,7 @@ def _cheaper() -> str:
         "R2, pieces of 1 MiB",
         "R2",
     ]
-    return _table(headings, rows)
+    return table(headings, rows)
 
 
 def _reads() -> str:
@@ -181,7 +188,7 @@ def _reads() -> str:
         "reads a month to break even",
         "months of storage that 1,000 reads pay",
     ]
-    return _table(headings, rows)
+    return table(headings, rows)
 
 
 def _cadence() -> str:
@@ -191,7 +198,7 @@ def _cadence() -> str:
         at = replace(case(name), days=1.0)
         found = [shortest_cadence_days(replace(at, reads=reads), "gpu", "zero-egress") for reads in daily]
         rows.append([name, *("**never**" if days is None else span(days) for days in found)])
-    return _table(["model", *(f"{reads:g} reads a day" for reads in daily)], rows)
+    return table(["model", *(f"{reads:g} reads a day" for reads in daily)], rows)
 
 
 def _precision() -> str:
@@ -217,7 +224,7 @@ def _precision() -> str:
         "a read, Bunny volume edges",
         "a read, S3 over the internet",
     ]
-    return _table(headings, rows)
+    return table(headings, rows)
 
 
 def _first_token() -> str:
@@ -234,7 +241,7 @@ def _first_token() -> str:
         fetched = [replace(at, link=link).hit_s for link in LINKS.values()]
         cells = [f"{seconds(value)}" if value < at.miss_s else f"**{seconds(value)}**" for value in fetched]
         rows.append([name, device, seconds(at.miss_s), *cells])
-    return _table(["model", "on", "prefill", *LINKS], rows)
+    return table(["model", "on", "prefill", *LINKS], rows)
 
 
 def _prices() -> str:
@@ -247,7 +254,7 @@ def _prices() -> str:
         for s in STORES.values()
     ]  # fmt: skip
     rows += [[f"`{d.name}`", "", "", "", price(d.egress_usd_per_gb), d.source, d.date] for d in DELIVERIES.values()]
-    return _table(["preset", "GB-month", "1,000 reads", "1,000 writes", "GB out", "source", "seen"], rows)
+    return table(["preset", "GB-month", "1,000 reads", "1,000 writes", "GB out", "source", "seen"], rows)
 
 
 def _tariffs() -> str:
@@ -255,7 +262,7 @@ def _tariffs() -> str:
     for t in TARIFFS.values():
         full, cached = t.input_usd_per_million, t.cached_usd_per_million
         rows.append([f"`{t.name}`", f"{full:g}", f"{cached:g}", f"{cached / full:.2f}", t.source, t.date])
-    return _table(["preset", "input, $/M", "cached read, $/M", "ratio", "source", "seen"], rows)
+    return table(["preset", "input, $/M", "cached read, $/M", "ratio", "source", "seen"], rows)
 
 
 def _devices() -> str:
@@ -265,7 +272,7 @@ def _devices() -> str:
         memory = f"{unit.memory_bytes_per_s / 1e12:.3g}" if unit.memory_bytes_per_s else "not limiting"
         price = f"{unit.usd_per_hour:g}"
         rows.append([f"`{unit.name}`", flops, memory, price, unit.source, f"{unit.price_source}, {unit.date}"])
-    return _table(["preset", "TFLOP/s sustained", "memory, TB/s", "$/h", "speed from", "price from"], rows)
+    return table(["preset", "TFLOP/s sustained", "memory, TB/s", "$/h", "speed from", "price from"], rows)
 
 
 def _models() -> str:
@@ -278,7 +285,7 @@ def _models() -> str:
             f" ({model.active / 1e9:.3g} active)" if model.active < model.parameters else ""
         )
         rows.append([f"`{model.name}`", model.kind, size, grows, model.source.partition("; ")[2]])
-    return _table(["preset", "kind", "parameters, 10^9", "KV bytes a token", "parameters from"], rows)
+    return table(["preset", "kind", "parameters, 10^9", "KV bytes a token", "parameters from"], rows)
 
 
 SECTIONS: Mapping[str, Callable[[], str]] = {
@@ -303,13 +310,13 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
 _MARKED = re.compile(r"(?<=^<!-- table: )([a-z0-9-]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 
 
-def fill(text: str) -> str:
+def fill(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
     """`text` with the table of every marker made anew. Raises UsageError for a marker that names no table, or none at all."""
 
     def made(match: re.Match[str]) -> str:
-        if match[1] not in SECTIONS:
-            raise UsageError(f"the document asks for a table {match[1]!r}", hint=f"known: {', '.join(SECTIONS)}")
-        return f"{match[1]}{match[2]}\n{SECTIONS[match[1]]()}\n\n"
+        if match[1] not in sections:
+            raise UsageError(f"the document asks for a table {match[1]!r}", hint=f"known: {', '.join(sections)}")
+        return f"{match[1]}{match[2]}\n{sections[match[1]]()}\n\n"
 
     renewed, count = _MARKED.subn(made, text)
     if not count:

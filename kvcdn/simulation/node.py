@@ -18,6 +18,9 @@ from kvcdn.simulation.loop import Loop
 SizeOf = Callable[[int], float]
 """The stored bytes of a block."""
 
+PRESENT_SECONDS = 600.0
+"""How long a node remembers that a block exists (edge/presence.py)."""
+
 
 class Cache(Protocol):
     """A cache of blocks by id, all of one size."""
@@ -105,6 +108,9 @@ class Source(Protocol):
     def send(self, blocks: Sequence[int], size_of: SizeOf, done: Callable[[], None]) -> Supply:
         """Begins to send `blocks`; `done` is called once all have left."""
 
+    def match_s(self, blocks: Sequence[int]) -> float:
+        """What it takes to say whether `blocks` exist."""
+
 
 class Origin:
     """The end of all ways: it has what is published."""
@@ -113,7 +119,12 @@ class Origin:
         self.out, self.latency_s = out, latency_s
         self.sent_bytes = 0.0
         self.sent_blocks = 0
+        self.matched_blocks = 0
         self._loop = loop
+
+    def match_s(self, blocks: Sequence[int]) -> float:
+        self.matched_blocks += len(blocks)
+        return self.latency_s
 
     def send(self, blocks: Sequence[int], size_of: SizeOf, done: Callable[[], None]) -> Supply:
         size = math.fsum(map(size_of, blocks))
@@ -138,6 +149,16 @@ class Node:
         self.counts = Counts()
         self._loop = loop
         self._fills: dict[int, Fill] = {}
+        self._seen: dict[int, float] = {}
+
+    def match_s(self, blocks: Sequence[int]) -> float:
+        """Nothing for blocks that are here or were seen lately; for others the source is asked, all at once."""
+        now = self._loop.now
+        unknown = [block for block in self.cache.missing(blocks) if self._seen.get(block, -math.inf) + PRESENT_SECONDS < now]
+        if not unknown:
+            return 0.0
+        self._seen.update(dict.fromkeys(unknown, now))
+        return self.uplink_rtt_s + self.source.match_s(unknown)
 
     def look(self, blocks: Sequence[int]) -> list[int]:
         """Which of `blocks` are neither here nor on their way; no use of them."""

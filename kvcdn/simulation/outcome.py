@@ -31,8 +31,10 @@ def outcome(world: World, book: PriceBook, times: float = 1.0, seconds: float | 
         "simulated": world.requests,
         "unfinished": world.requests - world.finished,
         "seconds": span,
+        "drained_s": world.last_s - world.arrived_s,
         "tokens": tokens,
         "first_token_s": _spread(first),
+        "first_token_quantiles_s": np.percentile(first, range(101)).tolist() if len(first) else [],
         "tokens_share": {
             name: times * sum(getattr(tally, f"tokens_{name}") for tally in tallies) / tokens if tokens else 0.0
             for name in ("memory", "fetched", "computed")
@@ -41,7 +43,7 @@ def outcome(world: World, book: PriceBook, times: float = 1.0, seconds: float | 
         "turned": times * sum(tally.turned for tally in tallies),
         "devices": _devices(world, times, span),
         "nodes": {name: _node(node, times) for name, node in world.nodes().items()} if world.with_kvcdn else {},
-        "origin": {"sent_bytes": times * world.origin.sent_bytes, "objects": times * _objects(world)},
+        "origin": {"sent_bytes": times * world.origin.sent_bytes, "requests": times * _objects(world)},
         "published": _published(world) if world.with_kvcdn else None,
     }
     costs = _costs(world, book, times, span)
@@ -94,7 +96,9 @@ def _node(node: Node, times: float) -> dict[str, float | None]:
 
 
 def _objects(world: World) -> float:
-    return float(world.origin.sent_blocks * world.scale.objects(world.scale.block_tokens))
+    """Requests to the store: one an object sent, and one an object that an edge or region had to ask about."""
+    blocks = world.origin.sent_blocks + world.origin.matched_blocks
+    return float(blocks * world.scale.objects(world.scale.block_tokens))
 
 
 def _published(world: World) -> dict[str, float]:

@@ -42,6 +42,7 @@ class Reader:
         self._transfer: Transfer | None = None
         self._fetch_left = 0
         self._fetching_since = 0.0
+        self._match_s = 0.0
         self._expected_s = 0.0
         """What the device was taken for."""
         self._turn = 0
@@ -60,6 +61,7 @@ class Reader:
             return
         blocks = self._request.chain[self._memory : self._lead]
         missing = node.look(blocks)
+        self._match_s = node.match_s(blocks)
         planned = site.planner(self._offer(node, blocks, missing), site.readers.mode)
         self._mode = planned.mode
         if planned.mode == COMPUTE:
@@ -126,7 +128,7 @@ class Reader:
 
     @property
     def _latency_s(self) -> float:
-        return self._site.readers.round_trips * self._site.edge.rtt_ms / 1000
+        return self._site.readers.round_trips * self._site.edge.rtt_ms / 1000 + self._match_s
 
     @property
     def _opening(self) -> float:

@@ -54,6 +54,8 @@ class World:
         self.requests = self.finished = 0
         self.last_s = 0.0
         """When the last prompt had its first token."""
+        self.arrived_s = 0.0
+        """When the last prompt was asked."""
         self.sites = [self._site(edge) for edge in topology.edges]
 
     def run(self, requests: Iterable[Request], progress: Callable[[int], None] | None = None) -> None:
@@ -62,6 +64,7 @@ class World:
 
         def arrive(request: Request) -> None:
             self.requests += 1
+            self.arrived_s = request.time
             following = next(arriving, None)
             if following is not None:
                 self.loop.at(following.time, lambda: arrive(following))
