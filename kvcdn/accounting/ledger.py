@@ -93,27 +93,37 @@ class Ledger:
         )
         try:
             base.execute("PRAGMA trusted_schema = OFF")
-            (kind,) = base.execute("PRAGMA application_id").fetchone()
-            (tables,) = base.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-            (version,) = base.execute("PRAGMA user_version").fetchone()
-            if kind != APPLICATION_ID and (tables or not create):
-                raise UsageError(f"{path} is a database, and no ledger")
-            if version not in (0, VERSION):
-                raise UsageError(f"the ledger {path} is of another version of kvcdn")
-            if create and not tables:
-                base.execute("PRAGMA journal_mode = WAL")
-                base.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                base.execute("BEGIN IMMEDIATE")
-                for statement in _SCHEMA.split(";"):
-                    base.execute(statement)
-                base.execute(f"PRAGMA user_version = {VERSION}")
-                base.execute("INSERT OR IGNORE INTO state VALUES ('ledger', lower(hex(randomblob(16))))")
+            # Several processes may make it at once: who looks sees it before or after, and not in between.
+            base.execute("BEGIN IMMEDIATE" if create else "BEGIN")
+            try:
+                self._check(base, path, create=create)
+            finally:
                 base.execute("COMMIT")
+            if base.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+                with suppress(sqlite3.OperationalError):  # another process is doing so
+                    base.execute("PRAGMA journal_mode = WAL")
             base.execute("PRAGMA synchronous = NORMAL")
         except BaseException:
             base.close()
             raise
         return base
+
+    @staticmethod
+    def _check(base: sqlite3.Connection, path: Path, *, create: bool) -> None:
+        """Makes the tables if there are none, and it may. Raises UsageError for another database."""
+        (kind,) = base.execute("PRAGMA application_id").fetchone()
+        (tables,) = base.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        (version,) = base.execute("PRAGMA user_version").fetchone()
+        if kind != APPLICATION_ID and (tables or not create):
+            raise UsageError(f"{path} is a database, and no ledger")
+        if version not in (0, VERSION):
+            raise UsageError(f"the ledger {path} is of another version of kvcdn")
+        if create and not tables:
+            base.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            for statement in _SCHEMA.split(";"):
+                base.execute(statement)
+            base.execute(f"PRAGMA user_version = {VERSION}")
+            base.execute("INSERT OR IGNORE INTO state VALUES ('ledger', lower(hex(randomblob(16))))")
 
     def close(self) -> None:
         with self._lock:
