@@ -281,6 +281,7 @@ def test_a_corrupt_block_in_the_middle_is_computed_and_those_behind_it_are_used(
         store.create(info.key, [bytes(data)])
     # So slow a model computes nothing for a fetch that a busy machine holds up.
     remember_passes(of.loaded, [Pass(name.start, name.end, 100.0) for name in names] * 4)
+    remember_passes(of.loaded, [Pass(0, TOKENS + len(QUESTION), 500.0)] * 8, sort="prompts")
     with of.client(SlowLink(store, known=LinkEstimate(0.001, 1e8, 8)), mode="auto") as client:
         prepared = client.prepare(asked(of))
     assert (TOKENS, TOKENS - BLOCK) == (assert_same_bits(of, prepared), prepared.report.tokens_reused)
