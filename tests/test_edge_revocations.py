@@ -24,6 +24,7 @@ from support.edge_process import (
     WatchedStore,
     ask,
     ask_match,
+    ask_part,
     connect,
     edge_in_thread,
     metric,
@@ -315,7 +316,7 @@ def test_sighup_goes_by_the_trust_file_as_it_is_now(document: Document, large: D
             response = connection.getresponse()
             trust.write_text(f"{document.key.public.text}\n")
             edge.process.send_signal(signal.SIGHUP)
-            until(lambda: ask(edge.url, big).status == 502)
+            until(lambda: ask_part(edge.url, big).status == 502)
             until(lambda: ask(edge.url, small).status == 200)
             with pytest.raises((http.client.IncompleteRead, ConnectionError)):
                 response.read()
