@@ -334,3 +334,15 @@ def test_encrypted_connections_begin_here_too(document: Document, tmp_path: Path
         for path, expected in ((document.manifest_key, document.manifest_bytes), (key, data)) * 2:
             connection.request("GET", f"/{path}")
             assert expected == connection.getresponse().read()
+
+
+def test_who_keeps_accounts_looks_at_every_request(document: Document, tmp_path: Path) -> None:
+    """With a ledger nothing is express: an answer is counted with what its request says of prompt and document."""
+    store = MemoryStore()
+    document.publish(store)
+    with edge_in_thread(store, tmp_path / "cache", usage_file=tmp_path / "usage") as edge:
+        ask(edge.url, f"/{document.manifest_key}")
+        settle(edge.url)
+        with connected(edge.url) as connection:
+            assert document.manifest_bytes == answer(connection, get(document.manifest_key))[2]
+            assert not fast(edge, connection)
