@@ -336,8 +336,8 @@ def test_encrypted_connections_begin_here_too(document: Document, tmp_path: Path
             assert expected == connection.getresponse().read()
 
 
-def test_who_keeps_accounts_looks_at_every_request(document: Document, tmp_path: Path) -> None:
-    """With a ledger nothing is express: an answer is counted with what its request says of prompt and document."""
+def test_who_keeps_accounts_looks_at_parts_in_full(document: Document, tmp_path: Path) -> None:
+    """With a ledger whole objects are express, and counted; which part of a block begins it is the framework's to see."""
     store = MemoryStore()
     document.publish(store)
     with edge_in_thread(store, tmp_path / "cache", usage_file=tmp_path / "usage") as edge:
@@ -345,4 +345,7 @@ def test_who_keeps_accounts_looks_at_every_request(document: Document, tmp_path:
         settle(edge.url)
         with connected(edge.url) as connection:
             assert document.manifest_bytes == answer(connection, get(document.manifest_key))[2]
+            assert fast(edge, connection)
+            part = answer(connection, get(document.manifest_key, HOST + b"Range: bytes=0-9\r\n"))
+            assert document.manifest_bytes[:10] == part[2]
             assert not fast(edge, connection)
