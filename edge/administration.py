@@ -25,11 +25,11 @@ from kvcdn.edge.respond import (
     NO_STORE,
     RETRY_SECONDS,
     FileResponse,
-    FileSlice,
     HeadResponse,
     Note,
     PlainResponse,
 )
+from kvcdn.edge.sending import FileBody, FileSlice
 from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.threads import in_thread
@@ -105,7 +105,7 @@ class Administration:
         if request.method == "HEAD":
             file.close()
             return HeadResponse(note, 200, headers)
-        return FileResponse(note, 200, headers, FileSlice(file, 0, size), lambda: None)
+        return FileResponse(note, 200, headers, FileBody(FileSlice(file, 0, size), lambda: None))
 
     async def _order(self, request: web.BaseRequest, note: Note, grant: Grant) -> PlainResponse:
         """What changes the cache. A body's type is asked for that no page in a browser can send without asking us first."""

@@ -30,11 +30,11 @@ from kvcdn.edge.respond import (
     NO_STORE,
     RETRY_SECONDS,
     FileResponse,
-    FileSlice,
     HeadResponse,
     Note,
     PlainResponse,
 )
+from kvcdn.edge.sending import FileBody, FileSlice
 from kvcdn.edge.storage import DiskCache, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.errors import CorruptError, UnavailableError, UntrustedError
@@ -224,9 +224,9 @@ class Edge:
             return HeadResponse(note, status, headers)
         part_of_file = FileSlice(found.file, start, length, found.fill)
         if length > SMALL_BYTES:
-            response = FileResponse(note, status, headers, part_of_file, lambda: self._drop(name))
-            self._recall.attend(response, name)
-            return response
+            file = FileBody(part_of_file, lambda: self._drop(name))
+            self._recall.attend(file, name)
+            return FileResponse(note, status, headers, file)
         try:
             body = await part_of_file.read()
         except BrokenFillError as error:

@@ -1,8 +1,8 @@
-"""Express: small objects that lie here, from a request's bytes to the answer's in one call.
+"""Express: objects that lie here, from a request's bytes to the answer in one call.
 
-A manifest takes some 15 microseconds of reading and sending, and ten times that in a web framework's hands. So what nearly all
-requests for small objects look like is recognised as bytes: a GET or HEAD for an object, in its one text form, with header
-fields that change nothing. Whatever else it may be, `answer` says None, has done nothing, and `app` answers it.
+A manifest takes some 15 microseconds of reading and sending, and six times that in a web framework's hands. So what nearly all
+requests for objects look like is recognised as bytes: a GET or HEAD for an object, in its one text form, or for a part of it,
+with header fields that change nothing. Whatever else it may be, `answer` says None, has done nothing, and `app` answers it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ import time
 from email.utils import formatdate
 from typing import NamedTuple
 
-from kvcdn.access.grant import Scope
+from kvcdn.access.grant import Grant, Scope
 from kvcdn.digest import ModelTag
 from kvcdn.edge.access import Answered, record
 from kvcdn.edge.admission import Admission
+from kvcdn.edge.front import Delivery
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.outcome import CacheOutcome, cache_status
+from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
+from kvcdn.edge.recall import Recall
 from kvcdn.edge.respond import IMMUTABLE, SERVER, Note
-from kvcdn.edge.revocations import Revoked
-from kvcdn.edge.storage import DiskCache, Entry
-from kvcdn.edge.target import short_of
+from kvcdn.edge.sending import FileBody, FileSlice
+from kvcdn.edge.storage import DiskCache, Entry, Harm
+from kvcdn.edge.target import ObjectName, short_of
 from kvcdn.edge.traffic import Traffic
 from kvcdn.edge.usage import EdgeUsage
 from kvcdn.errors import UntrustedError
@@ -37,6 +40,9 @@ LINE_BYTES = 512
 FIELDS = 16
 """The least that settings can set as limits of a request's head: what is within is within any."""
 
+SHORT = "it could not be read to its end"
+"""What the log says of a file that was shorter than it should."""
+
 FIELDS_REMEMBERED = 256
 """Sets of header fields, each byte for byte what a client always sends: some 0.5 MB."""
 
@@ -44,7 +50,7 @@ _ENDING = b" HTTP/1.1\r\n"
 
 _FIELD = re.compile(
     rb"(host|user-agent|accept|accept-encoding|accept-language|connection|via|x-forwarded-[a-z]+|x-real-ip"
-    rb"|authorization|x-request-id|traceparent|tracestate):"
+    rb"|authorization|x-request-id|traceparent|tracestate|range):"
     rb"[ \t]*([\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?)?[ \t]*",
     re.IGNORECASE,
 )
@@ -58,10 +64,22 @@ class _Fields(NamedTuple):
     request_id: str | None
     traceparent: str | None
     tracestate: str | None
+    range: str | None
 
 
-_NAMES = ("authorization", "x-request-id", "traceparent", "tracestate")
+_NAMES = ("authorization", "x-request-id", "traceparent", "tracestate", "range")
 """Of these fields, in the same order."""
+
+
+class _Request(NamedTuple):
+    """What is asked for, and permitted."""
+
+    method: str
+    key: str
+    fields: _Fields
+    span: ByteRange | None
+    grant: Grant
+    began: float
 
 
 class Express:
@@ -70,26 +88,24 @@ class Express:
     def __init__(
         self,
         cache: DiskCache,
-        revoked: Revoked,
+        recall: Recall,
         admission: Admission,
         metrics: Metrics,
         traffic: Traffic,
         usage: EdgeUsage | None = None,
     ) -> None:
-        self._cache, self._revoked, self._admission = cache, revoked, admission
+        self._cache, self._recall, self._admission = cache, recall, admission
         self._metrics, self._traffic, self._usage = metrics, traffic, usage
         self._fields: dict[bytes, _Fields] = {}
         """Sets of fields that will do, byte for byte."""
         self._second, self._date = 0, ""
 
-    def answer(self, data: bytes) -> bytes | None:
+    def answer(self, data: bytes, *, files: bool) -> bytes | Delivery | None:
         """The whole answer to the request that `data` is; None where it is for `app`, and then nothing was done."""
         began = time.perf_counter()
         end = data.find(_ENDING, 0, LINE_BYTES)
-        if end < 0 or len(data) > HEAD_BYTES:
-            return None
-        method, _, path = data[:end].partition(b" /")
-        if method not in (b"GET", b"HEAD"):
+        method, _, path = data[: max(end, 0)].partition(b" /")
+        if method not in (b"GET", b"HEAD") or len(data) > HEAD_BYTES:
             return None
         try:
             # What is in the index stands there in its one text form, so that no other finds anything.
@@ -98,53 +114,80 @@ class Express:
         except ValueError:
             return None
         size = self._cache.size_of(key)
-        if size is None or size > SMALL_BYTES or self._revoked.covers(key):
+        if size is None or self._recall.revoked.covers(key):
             return None
-        return self._send(method.decode("ascii"), key, fields, began)
+        # A Range field means something for GET only (RFC 9110 section 14.2).
+        part = select_range((fields.range,), size) if fields.range is not None and method == b"GET" else RangeOutcome.WHOLE
+        span = part if isinstance(part, ByteRange) else None
+        large = method == b"GET" and (size if span is None else span.length) > SMALL_BYTES
+        if part is RangeOutcome.UNSATISFIABLE or (large and not files) or (span is not None and self._usage is not None):
+            return None
+        grant = self._admitted(key, fields)
+        return None if grant is None else self._find(_Request(method.decode("ascii"), key, fields, span, grant, began))
 
-    def _send(self, method: str, key: str, fields: _Fields, began: float) -> bytes | None:
+    def _admitted(self, key: str, fields: _Fields) -> Grant | None:
         admission = self._admission
         try:
             grant = admission.guard.admit(fields.authorization)
         except UntrustedError:
             return None
-        tag = ModelTag(bytes.fromhex(key[3:35]))
-        if Scope.READ not in grant.scopes or not admission.covers(grant, tag):
-            return None
+        covered = Scope.READ in grant.scopes and admission.covers(grant, ModelTag(bytes.fromhex(key[3:35])))
+        return grant if covered else None
+
+    def _find(self, request: _Request) -> bytes | Delivery | None:
         try:
-            opened = self._cache.open(key)
+            opened = self._cache.open(request.key)
         except OSError:
             return None
         if opened is None:
             return None
-        with opened.file:
-            etag, size = opened.entry.etag, opened.entry.size
-            body = os.pread(opened.file.fileno(), size, 0) if etag is not None else b""
+        entry, file = opened.entry, opened.file
+        start, length = (0, entry.size) if request.span is None else request.span
+        small = length <= SMALL_BYTES or request.method == "HEAD"
+        try:
+            body = os.pread(file.fileno(), length, start) if small and request.method == "GET" else b""
+        except OSError:
+            body = b""
         # Not checked in this process yet, or damaged; or the tenant has to wait.
-        if etag is None or len(body) < size or admission.wait(grant) is not None:
+        broken = entry.etag is None or (small and request.method == "GET" and len(body) < length)
+        if broken or self._admission.wait(request.grant) is not None:
+            file.close()
             return None
-        sent = size if method == "GET" else 0
-        if sent:
-            admission.charge(grant, size)
-        trail = Trail.of(fields.request_id, fields.traceparent, fields.tracestate)
-        head = self._head(opened.entry, etag, trail.request_id)
-        note = Note("object", short_of(key), CacheOutcome.HIT, key, opened.entry.tokens / size)
-        answer = Answered(note, method, grant.tenant, 200, sent, time.perf_counter() - began)
+        trail = Trail.of(request.fields.request_id, request.fields.traceparent, request.fields.tracestate)
+        head = self._head(entry, request.span, trail.request_id)
+        if request.method == "GET":
+            self._admission.charge(request.grant, length)
+        if small:
+            file.close()
+            self._record(request, entry, trail, len(body))
+            return head + body
+        sending = FileBody(FileSlice(file, start, length), lambda: self._cache.drop_key(request.key, Harm.DAMAGED, SHORT))
+        name = ObjectName.from_path(f"/{request.key}")
+        if name is not None:
+            self._recall.attend(sending, name)
+        return Delivery(head, sending, lambda: self._record(request, entry, trail, sending.sent))
+
+    def _record(self, request: _Request, entry: Entry, trail: Trail, sent: int) -> None:
+        worth = entry.tokens / entry.size
+        note = Note("object", short_of(request.key), CacheOutcome.HIT, request.key, worth, tokens=entry.tokens)
+        status, seconds = 200 if request.span is None else 206, time.perf_counter() - request.began
         with following(trail):
-            record(self._metrics, self._traffic, answer)
+            record(self._metrics, self._traffic, Answered(note, request.method, request.grant.tenant, status, sent, seconds))
         if self._usage is not None:
             # What ties a request to a prompt, or to a peer, is a field that is not for us.
-            self._usage.sent_whole(key, note, grant.tenant, sent)
-        return head + body if sent else head
+            self._usage.sent_whole(request.key, note, request.grant.tenant, sent)
 
-    def _head(self, entry: Entry, etag: str, request_id: str) -> bytes:
+    def _head(self, entry: Entry, span: ByteRange | None, request_id: str) -> bytes:
         now = time.time()
         if int(now) != self._second:
             self._second, self._date = int(now), formatdate(now, usegmt=True)
+        status, length = "200 OK", entry.size
+        if span is not None:
+            status, length = f"206 Partial Content\r\nContent-Range: {span.content_range(entry.size)}", span.length
         return (
-            f'HTTP/1.1 200 OK\r\nServer: {SERVER}\r\nETag: "{etag}"\r\nCache-Control: {IMMUTABLE}\r\nAccept-Ranges: bytes\r\n'
-            f"Age: {max(0, int(now - entry.stored_at))}\r\nCache-Status: {_HIT}\r\n"
-            f"Content-Type: application/octet-stream\r\nContent-Length: {entry.size}\r\nDate: {self._date}\r\n"
+            f'HTTP/1.1 {status}\r\nServer: {SERVER}\r\nETag: "{entry.etag}"\r\nCache-Control: {IMMUTABLE}\r\n'
+            f"Accept-Ranges: bytes\r\nAge: {max(0, int(now - entry.stored_at))}\r\nCache-Status: {_HIT}\r\n"
+            f"Content-Type: application/octet-stream\r\nContent-Length: {length}\r\nDate: {self._date}\r\n"
             f"{REQUEST_ID}: {request_id}\r\n\r\n"
         ).encode("ascii")
 
@@ -165,7 +208,7 @@ class Express:
         if "host" not in seen or seen.get("connection", "keep-alive").lower() != "keep-alive":
             raise ValueError("not the usual connection")
         found = _Fields(*map(seen.get, _NAMES))
-        if found[1:] == (None, None, None):
+        if not any(found[1:]):
             if len(self._fields) >= FIELDS_REMEMBERED:
                 self._fields.clear()
             self._fields[fields] = found

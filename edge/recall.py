@@ -15,8 +15,8 @@ from itertools import islice
 
 from kvcdn.edge.fetch import Fetcher
 from kvcdn.edge.inspection import inspect_head
-from kvcdn.edge.respond import FileResponse
 from kvcdn.edge.revocations import Revoked
+from kvcdn.edge.sending import FileBody
 from kvcdn.edge.storage import DiskCache, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
@@ -35,13 +35,13 @@ class Recall:
     def __init__(self, revoked: Revoked, cache: DiskCache, fetcher: Fetcher) -> None:
         self.revoked = revoked
         self._cache, self._fetcher = cache, fetcher
-        self._sending: weakref.WeakKeyDictionary[FileResponse, ObjectName] = weakref.WeakKeyDictionary()
+        self._sending: weakref.WeakKeyDictionary[FileBody, ObjectName] = weakref.WeakKeyDictionary()
         self._trust = revoked.trust
         self._sweep: asyncio.Task[None] | None = None
 
-    def attend(self, response: FileResponse, name: ObjectName) -> None:
-        """`response` sends `name` for as long as somebody holds it."""
-        self._sending[response] = name
+    def attend(self, body: FileBody, name: ObjectName) -> None:
+        """`body` is of `name`, and sent for as long as somebody holds it."""
+        self._sending[body] = name
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -58,18 +58,18 @@ class Recall:
         if changed:
             # First: what begins to be served from here on is looked at anew, what began before is in `_sending`.
             self._cache.doubt()
-        for response, name in list(self._sending.items()):
-            if self.revoked.covers(name.key) or (changed and await in_thread(self._is_revoked, name, response)):
-                response.cut()
+        for body, name in list(self._sending.items()):
+            if self.revoked.covers(name.key) or (changed and await in_thread(self._is_revoked, name, body)):
+                body.cut()
         await self._delete()
         if changed:
             await self._stop()
             self._sweep = asyncio.create_task(self._confirm(self._cache.snapshot()), name="recall")
 
-    def _is_revoked(self, name: ObjectName, response: FileResponse) -> bool:
+    def _is_revoked(self, name: ObjectName, body: FileBody) -> bool:
         """Whether the publisher of what is being sent is trusted no more; its envelope tells who that is."""
         try:
-            inspect_head(name, response.begins(MAX_ENVELOPE_BYTES), self.revoked.trust)
+            inspect_head(name, body.begins(MAX_ENVELOPE_BYTES), self.revoked.trust)
         except UntrustedError:
             return True
         except Exception as error:  # noqa: BLE001 - the file is closed by now, or its fill goes on and is looked at as such

@@ -29,7 +29,7 @@ from kvcdn.edge.app import Edge
 from kvcdn.edge.collectors import CacheCollector, OriginCollector, PinCollector, TrafficCollector
 from kvcdn.edge.express import Express
 from kvcdn.edge.fetch import Fetcher
-from kvcdn.edge.front import FrontedServer
+from kvcdn.edge.front import Answering, FrontedServer
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
@@ -39,9 +39,9 @@ from kvcdn.edge.pins import Pins
 from kvcdn.edge.presence import Presence
 from kvcdn.edge.recall import Recall
 from kvcdn.edge.requests import Handler, on_its_trail
-from kvcdn.edge.respond import FileResponse
 from kvcdn.edge.revocations import KeptLists, Revoked, Watch
 from kvcdn.edge.scrub import Scrub
+from kvcdn.edge.sending import FileBody
 from kvcdn.edge.settings import ENV_PREFIX, RELOADABLE, EdgeSettings
 from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
@@ -147,7 +147,7 @@ def site(settings: EdgeSettings) -> Peers | None:
     """The edges that share the objects with this one; None where it is alone. Raises UsageError."""
     if settings.self is None:
         return None
-    return Peers(settings.peers, settings.self, lambda: FileResponse.active)
+    return Peers(settings.peers, settings.self, lambda: FileBody.active)
 
 
 def check(settings: EdgeSettings) -> None:
@@ -228,7 +228,7 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
         fetcher.tracing = tracing
 
         # A span is begun before anything is known of a request: then all of them go the long way.
-        short = Express(cache, revoked, admission, metrics, traffic, usage).answer if tracing is None else _nothing
+        short = Express(cache, recall, admission, metrics, traffic, usage).answer if tracing is None else _nothing
         front = _server(settings, on_its_trail(edge.handle, tracing), log_answers, short)
         watch = Watch(revoked, origins, kept, settings.revocation_poll_seconds, recall.recall)
         async with contextlib.AsyncExitStack() as stack:
@@ -292,9 +292,7 @@ async def _listening(
             address.socket.unlink(missing_ok=True)
 
 
-def _server(
-    settings: EdgeSettings, handle: Handler, log_answers: LoggerMaker, answer: Callable[[bytes], bytes | None]
-) -> FrontedServer:
+def _server(settings: EdgeSettings, handle: Handler, log_answers: LoggerMaker, answer: Answering) -> FrontedServer:
     return FrontedServer(
         handle,
         answer=answer,
@@ -313,7 +311,7 @@ def _server(
     )
 
 
-def _nothing(_: bytes) -> None:
+def _nothing(data: bytes, *, files: bool) -> None:
     """No express: administration is not asked for often."""
 
 
