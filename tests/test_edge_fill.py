@@ -404,12 +404,17 @@ def test_one_connection_fills_and_hits_in_turn(document: Document, tmp_path: Pat
         assert data == exchange(connection, f"/{key}").body
 
 
-def test_a_reader_that_stops_reading_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that takes nothing for the stall time loses its connection, and with it the open file."""
-    monkeypatch.setattr("kvcdn.edge.respond.STALL_SECONDS", 0.3)
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_reader_that_stops_reading_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """A client that takes nothing for the stall time loses its connection, and with it the open file, on whatever way."""
+    for module in ("sending", "front"):
+        monkeypatch.setattr(f"kvcdn.edge.{module}.STALL_SECONDS", 0.3)
     document = make_document(tokens=1024, layers=32, heads=4, dim=64)
     key, data = _first(document)
     with edge_in_thread(_published(document), tmp_path / "cache") as edge:
+        if cached:
+            ask(edge.url, f"/{key}")
+            settle(edge.url)
         connection = connect(edge.url)
         connection.request("GET", f"/{key}")
         response = connection.getresponse()
