@@ -27,6 +27,9 @@ REMEMBERED_SECONDS = 0.25
 LEAST_BYTES = 256 * 1024
 """Fewer bytes tell nothing of a link: they may have come in one packet train, with the answer's first byte."""
 
+LEAST_SECONDS = 0.5
+"""But that so few come in so long tells enough."""
+
 LATENCIES = 64
 """First bytes that are remembered."""
 
@@ -110,7 +113,8 @@ class LinkMeter:
         before = self._remembered()
         with self._lock:
             self._pass()
-            count, seconds, known = self._bytes, self._seconds, self._total >= LEAST_BYTES
+            count, seconds = self._bytes, self._seconds
+            known = self._total >= LEAST_BYTES or (self._total > 0 and seconds >= LEAST_SECONDS)
             latency = statistics.median(self._latencies) if self._latencies else before.latency_s
             answers = self._answers or before.samples
         if before.bytes_per_s is not None:

@@ -31,6 +31,9 @@ NEAR = 1.05
 TURN = 0.8
 """A running option is left for one that takes less than this part of the time it still needs: turning loses work."""
 
+STAKE = 0.5
+"""What fetching alone must save besides, as a part of the computing that it throws away: links may not keep what they promise."""
+
 WORTHLESS = 0.95
 """Fetching beside computing must bring the time below this part of it."""
 
@@ -165,6 +168,8 @@ class Progress:
     running: Mode | None = None
     spent_s: float = 0.0
     """Seconds since the first decision."""
+    at_stake_s: float = 0.0
+    """Seconds of computing that would be lost by fetching alone from now on."""
 
 
 def expect(work: Work) -> Expected:
@@ -221,7 +226,9 @@ def _fastest(expected: Expected, progress: Progress) -> Decision:
     # Fetching is as good as both, or so short that its failure would cost little; turning back to it loses a pass.
     turn = {Mode.FETCH: NEAR / TURN, Mode.BOTH: TURN}.get(progress.running or Mode.COMPUTE, NEAR)
     limit = SAFE_SHARE * compute * {Mode.FETCH: 1 / TURN, Mode.BOTH: 0.0}.get(progress.running or Mode.COMPUTE, 1.0)
-    if fetch <= turn * min(both, compute) or fetch + progress.spent_s <= limit:
+    # What was computed is kept against a fetch that only promises.
+    worth_turning = fetch + STAKE * progress.at_stake_s <= turn * min(both, compute)
+    if worth_turning or fetch + progress.spent_s <= limit:
         return Decision(Mode.FETCH, expected, f"fetching takes {seconds(fetch)}, prefilling {seconds(compute)}")
     fetching = "fetching will not end" if math.isinf(fetch) else f"fetching takes {seconds(fetch)}"
     if math.isinf(fetch):

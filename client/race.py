@@ -110,7 +110,9 @@ class Race:
     def _decide(self) -> Decision:
         """Decides anew from what is known by now, and notes it where it is something else than before."""
         now = time.perf_counter()
-        decision = decide(self._work(now), self._aim, Progress(now - self._asked, self._mode, now - self._began))
+        at_stake = 0.0 if self._running is None else now - self._running.since
+        progress = Progress(now - self._asked, self._mode, now - self._began, at_stake)
+        decision = decide(self._work(now), self._aim, progress)
         if self.history.decision is None:
             self.history.decision = decision
         elif decision.mode is not self._mode and not (self.fetch is not None and self.fetch.complete):

@@ -45,6 +45,14 @@ def read(meter, clock, count, seconds):
     meter.received(count)
 
 
+def test_a_slow_link_is_known_by_what_does_not_come(meter, clock):
+    """However few bytes came, in half a second of waiting more would have."""
+    read(meter, clock, 1000, 0.4)
+    assert meter.estimate().bytes_per_s is None
+    read(meter, clock, 1000, 0.2)
+    assert 2000 / 0.6 == pytest.approx(meter.estimate().bytes_per_s, rel=0.2)
+
+
 def test_nothing_is_known_of_a_link_that_was_never_used(meter):
     """No figure is made up."""
     assert LinkEstimate(None, None, 0) == meter.estimate()

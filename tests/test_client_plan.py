@@ -126,6 +126,13 @@ def test_a_source_that_fails_is_not_waited_for_and_not_given_up():
     assert Mode.COMPUTE is decide(late, Aim(), Progress(running=Mode.BOTH)).mode
 
 
+def test_a_pass_that_is_far_on_is_not_given_up_for_a_promise():
+    """A link that turns out a little faster is no reason to throw computing away; one that is much faster is."""
+    for fetch_s, at_stake, mode in ((0.7, 0.0, Mode.FETCH), (0.7, 0.5, Mode.BOTH), (0.2, 0.5, Mode.FETCH)):
+        found = Work([1.0, 0.0, 1.0, 1.0], 3.0, [1e6] * 4, 4e6 / fetch_s, 1e9)
+        assert mode is decide(found, Aim(), Progress(running=Mode.BOTH, at_stake_s=at_stake)).mode
+
+
 def test_decoding_takes_from_the_model_on_the_same_cores():
     """Where both share the cores, what is decoded is not free."""
     alone, sharing = (work(1.0, 8.0, shared=shared, decode=8e6) for shared in (0.0, 1.0))
