@@ -32,7 +32,7 @@ TURN = 0.8
 """A running option is left for one that takes less than this part of the time it still needs: turning loses work."""
 
 STAKE = 0.5
-"""What fetching alone must save besides, as a part of the computing that it throws away: links may not keep what they promise."""
+"""What fetching alone must save besides, as a part of the computing that it would throw away: links promise much."""
 
 WORTHLESS = 0.95
 """Fetching beside computing must bring the time below this part of it."""
