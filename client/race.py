@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from kvcdn.client.fetch import TICK_SECONDS, PrefixFetch
 from kvcdn.client.history import History, Switch
 from kvcdn.client.local import LocalPrefix
+from kvcdn.client.pace import Pace
 from kvcdn.client.plan import PROBE_SHARE, Aim, Decision, Expected, Mode, Progress, Work, decide
 from kvcdn.client.supply import Supply
 from kvcdn.client.wire_costs import WireCosts
@@ -25,16 +26,12 @@ from kvcdn.keys import BlockName, ModelIdentity
 from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import PrefillStoppedError, ScheduledPrefill
-from kvcdn.model.speed import Pass, PrefillSpeed, PrefillSpeeds, prefill_speeds, remember_passes
 
 _IN_FLIGHT = 2
 """Segments a thread may be waiting for when the link is judged by what has not come."""
 
 _UNKNOWN_SHARE = 0.75
 """Of the blocks, that the first pass takes while nothing is known of the link."""
-
-_LEAST_PART = 0.1
-"""A pass that has done less of its layers says nothing of how long it will take."""
 
 
 class ReplannedError(KvcdnError):
@@ -43,16 +40,6 @@ class ReplannedError(KvcdnError):
 
 class StoppedError(Exception):
     """Nobody wants the answer any more. Not a KvcdnError: nothing went wrong, and nothing is to be tried instead."""
-
-
-@dataclass
-class _Running:
-    """A pass over `count` blocks from `first` on: since when, and which layer it has reached."""
-
-    first: int
-    count: int
-    since: float
-    layer: int = 0
 
 
 class Race:
@@ -92,12 +79,9 @@ class Race:
         self._began = time.perf_counter()
         self._costs = WireCosts(identity)
         self._link = supply.source.link()
-        self._speeds = prefill_speeds(loaded)
+        self._pace = Pace(loaded, blocks)
         self._mode: Mode | None = None
         self._prefill: ScheduledPrefill | None = None
-        self._passes: list[Pass] = []
-        self._running: _Running | None = None
-        self._on_cpu = loaded.model.device.type == "cpu"
         self._decided = -math.inf
         self._ended: float | None = None
         self._dropped = False
@@ -110,8 +94,7 @@ class Race:
     def _decide(self) -> Decision:
         """Decides anew from what is known by now, and notes it where it is something else than before."""
         now = time.perf_counter()
-        at_stake = 0.0 if self._running is None else now - self._running.since
-        progress = Progress(now - self._asked, self._mode, now - self._began, at_stake)
+        progress = Progress(now - self._asked, self._mode, now - self._began, self._pace.at_stake(now))
         decision = decide(self._work(now), self._aim, progress)
         if self.history.decision is None:
             self.history.decision = decision
@@ -124,65 +107,17 @@ class Race:
         fetch = self.fetch
         first = fetch.usable() if fetch is not None else 0 if self._held is None else len(self._held.blocks)
         names = self._blocks[first:]
-        speeds = self._speeds_now(now)
-        block_s = None if speeds.blocks is None else self._block_seconds(now, names, speeds, speeds.blocks)
-        prompt_s = speeds.remaining(names[0].start, self._length, len(self._token_ids)) if names else 0.0
+        block_s = self._pace.block_seconds(now, names)
+        prompt_s = self._pace.speeds(now).remaining(names[0].start, self._length, len(self._token_ids)) if names else 0.0
         if fetch is None:
             wire: list[float] = self._costs.expected_bytes(self._blocks, self._length)[first:]
         else:
             ratio = self._costs.ratio
             wire = [math.inf if one.lost else one.bytes_left(ratio) for one in fetch.deliveries[first:]]
-        shared = 1.0 if self._on_cpu else 0.0
+        shared = 1.0 if self._pace.on_cpu else 0.0
         rate = self._rate(now, PROBE_SHARE * (prompt_s or 0.0))
         decode, latency = self._costs.decoding_rate(fetch), self._link.latency_s or 0.0
         return Work(block_s, prompt_s, wire, rate, decode, latency, shared, self._either)
-
-    def _block_seconds(
-        self, now: float, names: Sequence[BlockName], speeds: PrefillSpeeds, blocks: PrefillSpeed
-    ) -> list[float]:
-        """What each of the blocks `names` adds to computing them all, less what the running pass has done."""
-        running = self._running
-        if running is None:
-            leading = bool(names) and not names[0].start
-            return [(speeds.prompts if leading and speeds.prompts else blocks).seconds(one.start, one.end) for one in names]
-        count = running.first + running.count - (names[0].index if names else 0)
-        whole = self._pass_seconds(speeds, self._span(running)) or 0.0
-        left = whole * (1 - self._part_done(now, whole))
-        return [left, *([0.0] * (count - 1)), *(blocks.seconds(one.start, one.end) for one in names[count:])]
-
-    def _span(self, running: _Running) -> tuple[int, int]:
-        """The first token of a pass, and the one behind its last."""
-        return self._blocks[running.first].start, self._blocks[running.first + running.count - 1].end
-
-    def _pass_seconds(self, speeds: PrefillSpeeds, span: tuple[int, int]) -> float | None:
-        """What a pass over the tokens of `span` takes: over several blocks it is as over a prompt."""
-        several = span[1] - span[0] > self._loaded.identity.layout.block_tokens
-        line = speeds.prompts if several else speeds.blocks
-        return None if line is None else line.seconds(*span)
-
-    def _speeds_now(self, now: float) -> PrefillSpeeds:
-        """The speeds as remembered, times what this machine has needed more or less just now."""
-        passes = list(self._passes)
-        if self._running is not None and self._on_cpu:
-            part = self._running.layer / len(self._loaded.identity.layout.layers)
-            if part >= _LEAST_PART and not passes:
-                passes.append(Pass(*self._span(self._running), (now - self._running.since) / part))
-        speeds = self._speeds
-        if not passes:
-            return speeds
-        if speeds.blocks is None:
-            measured = PrefillSpeed.fit(passes)
-            return PrefillSpeeds(measured, speeds.prompts or measured, speeds.rests)
-        expected = sum(self._pass_seconds(speeds, (one.start, one.end)) or 0.0 for one in passes)
-        return speeds.times(sum(one.seconds for one in passes) / expected) if expected else speeds
-
-    def _part_done(self, now: float, pass_s: float) -> float:
-        """How much of the running pass is done. A GPU's queue is ahead of it, so that only the time tells."""
-        if self._running is None:
-            return 0.0
-        if self._on_cpu:
-            return self._running.layer / len(self._loaded.identity.layout.layers)
-        return min((now - self._running.since) / pass_s, 1.0) if pass_s else 0.0
 
     def _rate(self, now: float, grace_s: float) -> float | None:
         """Bytes per second of the link: of late, or as remembered as long as what has not come does not speak against it."""
@@ -275,11 +210,11 @@ class Race:
         first = fetch.usable()
         if first == len(fetch.deliveries):  # the last of them has arrived since the decision
             return
-        self._running = running = _Running(first, self._blocks_at_once(fetch, first, expected), time.perf_counter())
+        running = self._pace.begin(first, self._blocks_at_once(fetch, first, expected))
         if self._prefill is None:
             layout = self._loaded.identity.layout
             self._prefill = ScheduledPrefill(self._loaded.model, layout, 0, layers=fetch.layers)
-        start, end = self._span(running)
+        start, end = running.start, running.end
         fetch.computing(first, running.count)
         try:
             taken = self._prefill.run_one(self._token_ids[start:end], start, partial(self._at_layer, fetch))
@@ -289,10 +224,10 @@ class Race:
                 raise
         else:
             fetch.outrun(first, running.count)
-            self._passes.append(Pass(start, end, taken))
+            self._pace.ran(taken)
             self.history.passes.append((start, end))
         finally:
-            self._running = None
+            self._pace.running = None
             self.history.computed_s += time.perf_counter() - running.since
 
     def _blocks_at_once(self, fetch: PrefixFetch, first: int, expected: Expected) -> int:
@@ -310,7 +245,7 @@ class Race:
 
     def _at_layer(self, fetch: PrefixFetch, layer: int) -> None:
         """Between two layers of a pass: goes on, or raises PrefillStoppedError."""
-        running = self._running
+        running = self._pace.running
         if running is None:
             return
         self._heed()
@@ -392,9 +327,4 @@ class Race:
         history.fetched_blocks = self.blocks_usable - history.computed_blocks
         history.fetching_s = fetch.seconds
         self._costs.remember(fetch)
-        block_tokens = self._loaded.identity.layout.block_tokens
-        remember_passes(self._loaded, [one for one in self._passes if one.end - one.start <= block_tokens])
-        if self._speeds.prompts is None:
-            # A fetch beside it slows a pass down: what the model needs alone is worth more, where it is known.
-            remember_passes(self._loaded, [one for one in self._passes if one.end - one.start > block_tokens], sort="prompts")
-        self._passes.clear()
+        self._pace.remember()
