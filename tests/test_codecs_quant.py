@@ -7,7 +7,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from attacks.payloads import COMPONENT_ROWS, RAW, ROWS, payloads, sound_grid
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvcdn.codec import Rows, decode_part
@@ -41,6 +41,8 @@ def test_numbers_come_back_within_a_step(grid: Grid, tokens: int, dtype: str, se
     """Every number is at most half a step, and its own rounding, away; the rows at the ends are the same to the bit."""
     rng = np.random.default_rng(seed)
     values = (rng.normal(size=(tokens, 2, 8)) * np.exp(3 * rng.normal(size=(1, 2, 8)))).astype(np.float32)
+    # Beyond 65,504 a float16 is infinite, and nothing for a grid.
+    values = np.clip(values, -6e4, 6e4)
     raw = bytearray(values.size * (4 if dtype == "float32" else 2))
     write_rounded(values.copy(), dtype, memoryview(raw))
     encoded = encode_grid(bytes(raw), Rows(dtype, values.shape), grid)
@@ -116,6 +118,7 @@ def test_hostile_payloads_are_refused(payload) -> None:
     st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=6),
     st.integers(0, 4000),
 )
+@example(sound_grid(Grid(8, 1, 16, centred=True)), [(9, 124)], 1)
 def test_any_damage_is_refused_or_decodes_in_place(data: bytes, changes: list[tuple[int, int]], cut: int) -> None:
     """Whatever is changed: other numbers, or the one error."""
     changed = bytearray(data)

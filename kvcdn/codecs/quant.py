@@ -151,10 +151,11 @@ def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None
         return
     parameters = _checked(np.frombuffer(stored, "<u2").reshape(shape), what)
     steps = parameters[-1]
-    offsets = np.float32(-(1 << (bits - 1))) * steps if centred else parameters[0]
     codes = _split(coded, middle * heads * dim, bits).reshape(middle, heads, dim // group_values, group_values)
-    numbers = _Numbers(codes, offsets, steps, group_tokens)
+    # What is too large for the dtype is infinite, as wherever numbers are multiplied.
     with np.errstate(over="ignore", invalid="ignore"):
+        offsets = np.float32(-(1 << (bits - 1))) * steps if centred else parameters[0]
+        numbers = _Numbers(codes, offsets, steps, group_tokens)
         for begin, end in numbers.pieces():
             write_rounded(numbers.of(begin, end), rows.dtype, out[(lead + begin) * row : (lead + end) * row])
 
