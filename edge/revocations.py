@@ -11,13 +11,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from kvcdn.edge.origins import Origin, Origins, close_pieces
 from kvcdn.edge.outcome import Refusal
 from kvcdn.edge.staging import FOLDER_MODE, sync_folder
 from kvcdn.edge.target import ObjectName
+from kvcdn.edge.tasks import beside
 from kvcdn.edge.threads import in_thread
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UntrustedError
 from kvcdn.revocation import (
@@ -133,16 +134,9 @@ class Watch:
         self._troubled: set[tuple[str, PublicKey]] = set()
         self._at_once = asyncio.Event()
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Watches while the context lasts."""
-        task = asyncio.create_task(self._watch(), name="revocations")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        return beside(self._watch(), "revocations")
 
     def trust(self, listed: TrustList | None) -> None:
         """Goes by another trust list from now on, before each answer; ends and deletes what may not be served any more."""

@@ -45,6 +45,7 @@ from kvcdn.edge.sending import FileBody
 from kvcdn.edge.settings import ENV_PREFIX, RELOADABLE, EdgeSettings
 from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.tasks import beside
 from kvcdn.edge.threads import in_thread
 from kvcdn.edge.tracing import Tracing, open_tracing, require_tracing
 from kvcdn.edge.traffic import Traffic
@@ -241,8 +242,8 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
                 admin = _server(settings, on_its_trail(edge.handle_admin, tracing), log_answers, _nothing)
                 admin_url = await stack.enter_async_context(_listening(settings, settings.admin_address, admin, tls))
             scrub = Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second)
-            for beside in (recall, warming, watch, scrub, status):
-                await stack.enter_async_context(beside.running())
+            for part in (recall, warming, watch, scrub, status):
+                await stack.enter_async_context(part.running())
             await stack.enter_async_context(_keeping_accounts(admission))
             yield ServingEdge(
                 url, admin_url, cache, origins, metrics, settings, edge, admission, watch, traffic, tls, peers, front
@@ -267,13 +268,10 @@ async def _keeping_accounts(admission: Admission) -> AsyncIterator[None]:
             await asyncio.sleep(ACCOUNTS_SECONDS)
             await asyncio.to_thread(admission.remember)
 
-    task = asyncio.create_task(keep())
     try:
-        yield
+        async with beside(keep(), "accounts"):
+            yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
         admission.remember()
 
 

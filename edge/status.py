@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvcdn.edge.origins import Origin
 from kvcdn.edge.pins import Pins
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import ObjectName
+from kvcdn.edge.tasks import beside
 from kvcdn.edge.threads import in_thread
 from kvcdn.edge.traffic import OTHER, Sums, Traffic
 
@@ -50,16 +51,9 @@ class Status:
         self._traffic, self._cache, self._origins, self._peers = traffic, cache, origins, peers
         self._metrics, self._admission, self._pins = metrics, admission, pins
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Carries the history on while the context lasts."""
-        task = asyncio.create_task(self._keep(), name="history")
-        try:
-            yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        return beside(self._keep(), "history")
 
     async def _keep(self) -> None:
         while True:

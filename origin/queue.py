@@ -14,14 +14,15 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.origin import quotas as quotas_
+from kvcdn.origin.database import transaction
 from kvcdn.origin.jobs import ENDS, Job, JobRequest, JobState, Window, first_start
 from kvcdn.origin.queue_errors import ClaimLostError, QueueFullError, translated
 from kvcdn.origin.quotas import Ledger, Quotas
@@ -124,19 +125,8 @@ class JobQueue:
         with self._lock:
             self._base.close()
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                self._base.execute("BEGIN IMMEDIATE")
-                yield self._base
-                self._base.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise translated(error, self._path) from None
-            finally:
-                # A full disk ends a transaction by itself, or fails its COMMIT and leaves it open.
-                if self._base.in_transaction:
-                    self._base.execute("ROLLBACK")
+    def _transaction(self) -> AbstractContextManager[sqlite3.Connection]:
+        return transaction(self._base, self._lock, self._path)
 
     # -- tenants --------------------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcdn.errors import KvcdnError
+from kvcdn.origin.database import transaction
 from kvcdn.origin.fetching import Validators
 from kvcdn.origin.jobs import Job, JobRequest
 from kvcdn.origin.queue import BUSY_SECONDS, JobQueue
@@ -110,18 +111,8 @@ class WatchBook:
         with self._lock:
             self._base.close()
 
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                self._base.execute("BEGIN IMMEDIATE")
-                yield self._base
-                self._base.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise translated(error, self._path) from None
-            finally:
-                if self._base.in_transaction:
-                    self._base.execute("ROLLBACK")
+    def _writing(self) -> AbstractContextManager[sqlite3.Connection]:
+        return transaction(self._base, self._lock, self._path)
 
     def _asked(self, question: str, *values: Any) -> list[tuple[Any, ...]]:
         with self._lock:

@@ -98,8 +98,8 @@ def economics(
 
 
 def _renew(path: Path | None, *, as_json: bool) -> None:
-    from kvcdn.cli.economics_case import read_text  # noqa: PLC0415
     from kvcdn.cli.economics_plot import draw  # noqa: PLC0415
+    from kvcdn.cli.small_file import read_text  # noqa: PLC0415
     from kvcdn.economics.report import PLOTS, SECTIONS, case, fill  # noqa: PLC0415 - see kvcdn.cli
 
     if path is None:

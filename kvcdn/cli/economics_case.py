@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcdn.cli.genai_tariff import PREFIX, genai_tariff
-from kvcdn.cli.output import size
+from kvcdn.cli.small_file import read_text
 from kvcdn.economics.case import LONGEST_TOKENS, Case, Speed, hourly
 from kvcdn.economics.checks import known, number, whole
 from kvcdn.economics.config import model_from_config
@@ -19,10 +19,9 @@ from kvcdn.economics.precisions import PRECISIONS, Precision
 from kvcdn.economics.pricebook import PriceBook
 from kvcdn.economics.prices import Tariff
 from kvcdn.economics.verdict import rounded
-from kvcdn.errors import NotFoundError, UsageError
+from kvcdn.errors import UsageError
 from kvcdn.model.checkpoint import HUB_ALIASES
 
-_FILE_BYTES = 1 << 20
 """A config, a price file or a measurement is a few kilobytes."""
 
 _MOST_DEVICES = 1 << 20
@@ -204,17 +203,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{path} does not hold a JSON object")
     return value
-
-
-def read_text(path: Path) -> str:
-    """The text of a small file. Raises NotFoundError, or UsageError for one that is large or no text."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_FILE_BYTES + 1)
-        if len(data) > _FILE_BYTES:
-            raise UsageError(f"{path} is larger than {size(_FILE_BYTES)}")
-        return data.decode("utf-8")
-    except FileNotFoundError:
-        raise NotFoundError(f"no file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None

@@ -67,8 +67,8 @@ def simulate(
         refuse_others(ctx, "report", {"trace"})
         _renew(report, trace)
         return
-    from kvcdn.cli.economics_case import read_text  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.cli.simulate_parts import REAL  # noqa: PLC0415
+    from kvcdn.cli.small_file import read_text  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.economics.pricebook import PriceBook  # noqa: PLC0415
     from kvcdn.simulation.comparison import compare  # noqa: PLC0415
     from kvcdn.simulation.workload import Zipf  # noqa: PLC0415
@@ -119,9 +119,9 @@ def _check(model: str, *, as_json: bool) -> None:
 
 
 def _renew(document: Path, folder: Path | None) -> None:
-    from kvcdn.cli.economics_case import read_text  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.cli.simulate_plot import draw  # noqa: PLC0415
     from kvcdn.cli.simulate_report import plot_runs, sections  # noqa: PLC0415
+    from kvcdn.cli.small_file import read_text  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.economics.report import fill  # noqa: PLC0415
 
     if folder is None:
@@ -136,7 +136,7 @@ def _renew(document: Path, folder: Path | None) -> None:
 
 
 def _topology(name: str) -> Topology:
-    from kvcdn.cli.economics_case import read_text  # noqa: PLC0415
+    from kvcdn.cli.small_file import read_text  # noqa: PLC0415
     from kvcdn.economics.checks import known  # noqa: PLC0415
     from kvcdn.simulation.presets import PRESETS  # noqa: PLC0415
     from kvcdn.simulation.topology import read_topology  # noqa: PLC0415

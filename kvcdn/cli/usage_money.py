@@ -13,12 +13,11 @@ from kvcdn.accounting.entry import HOUR_SECONDS
 from kvcdn.accounting.invoice import bill
 from kvcdn.accounting.tariff import TariffBook
 from kvcdn.cli.output import note, print_json
+from kvcdn.cli.small_file import read_text
 from kvcdn.economics.case import hourly
 from kvcdn.economics.checks import known, number
 from kvcdn.economics.pricebook import PriceBook
 from kvcdn.errors import NotFoundError, UsageError
-
-MAX_FILE_BYTES = 1 << 20
 
 SHOWN_DECIMALS = 4
 """Of dollars, for people."""
@@ -61,20 +60,6 @@ def read_tariff(path: Path | None) -> TariffBook:
     if path is None:
         raise UsageError("--export needs --tariff FILE", hint="infra/tariff.toml is a commented sample")
     return TariffBook.of_toml(read_text(path), str(path))
-
-
-def read_text(path: Path) -> str:
-    """A small file. Raises NotFoundError, UsageError."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise UsageError(f"{path} is larger than {MAX_FILE_BYTES:,} bytes")
-        return data.decode("utf-8")
-    except FileNotFoundError:
-        raise NotFoundError(f"no file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from None
 
 
 def show_bills(books: Books, book: TariffBook, first: int | None, last: int | None, *, as_csv: bool) -> None:
