@@ -227,6 +227,22 @@ def _has(module: Any, name: str) -> bool:
     return True
 
 
+def test_readme_names_every_command() -> None:
+    """The README's table of commands is complete, but for the commands within a group that is not the benchmarks'."""
+    told = " ".join(re.findall(r"^\| (`kvcdn .*?) \|", read(ROOT / "README.md"), re.MULTILINE))
+    commands = [*root_command().commands.items()]
+    names = [name for name, command in commands if not hasattr(command, "commands")]
+    names += [f"bench {name}" for name in dict(commands)["bench"].commands]
+    assert [name for name in names if f"`kvcdn {name}`" not in told] == []
+
+
+def test_rooms_are_described_once() -> None:
+    """ARCHITECTURE.md has one row for each folder."""
+    rooms = re.findall(r"^\| (`\w[^|]*`) \| (?:`kvcdn|-)", read(ROOT / "ARCHITECTURE.md"), re.MULTILINE)
+    assert len(rooms) > 8
+    assert sorted(set(rooms)) == sorted(rooms)
+
+
 def test_exit_codes_are_told() -> None:
     """One table, its first column headed with the word exit, lists every exit code of the error tree, and 0."""
     told = []
