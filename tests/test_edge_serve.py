@@ -44,7 +44,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
     loaded = set(json.loads(subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, check=True).stdout))
     assert "aiohttp" in loaded
-    assert set() == loaded & {"torch", "numpy", "blosc2", "transformers", "boto3", "botocore", "uvloop"}
+    assert set() == loaded & {"torch", "numpy", "numba", "blosc2", "transformers", "boto3", "botocore", "uvloop"}
 
 
 def test_without_a_token_loopback_is_open() -> None:

@@ -21,7 +21,7 @@ SOURCES = ("kvcdn", "origin", "edge", "client")
 
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 
-HEAVY = {"torch", "numpy", "blosc2", "transformers", "safetensors"}
+HEAVY = {"torch", "numpy", "numba", "blosc2", "transformers", "safetensors"}
 
 REPORT_MODULES = "import sys; print(*sorted({name.split('.')[0] for name in sys.modules}), file=sys.stderr)"
 

@@ -9,12 +9,14 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codec import Buffer, Encoded, Rows
-from kvcdn.codecs.numbers import Floats, to_float32, write_rounded
+from kvcdn.codecs.compiled import Array, Loop
+from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats, to_float32, write_rounded
 from kvcdn.errors import CorruptError
 
 _HEADER = struct.Struct("<BBBBHH")
@@ -151,13 +153,49 @@ def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None
         return
     parameters = _checked(np.frombuffer(stored, "<u2").reshape(shape), what)
     steps = parameters[-1]
-    codes = _split(coded, middle * heads * dim, bits).reshape(middle, heads, dim // group_values, group_values)
+    place = out[lead * row : (lead + middle) * row]
     # What is too large for the dtype is infinite, as wherever numbers are multiplied.
     with np.errstate(over="ignore", invalid="ignore"):
         offsets = np.float32(-(1 << (bits - 1))) * steps if centred else parameters[0]
+        codes = _split(coded, middle * heads * dim, bits)
+        spread = _SPREAD[rows.dtype].native()
+        if spread is not None:
+            whole, groups = (middle, heads * dim), (len(steps), heads * dim // group_values)
+            target = np.frombuffer(place, NATIVE_DTYPES[rows.dtype]).reshape(whole)
+            spread(codes.reshape(whole), offsets.reshape(groups), steps.reshape(groups), group_tokens, group_values, target)
+            return
+        codes = codes.reshape(middle, heads, dim // group_values, group_values)
         numbers = _Numbers(codes, offsets, steps, group_tokens)
         for begin, end in numbers.pieces():
-            write_rounded(numbers.of(begin, end), rows.dtype, out[(lead + begin) * row : (lead + end) * row])
+            write_rounded(numbers.of(begin, end), rows.dtype, place[begin * row : end * row])
+
+
+round_row = ROUNDERS["bfloat16"]
+"""In each loop, the one of its dtype."""
+
+
+def _spread(codes: NDArray[np.uint8], offsets: Floats, steps: Floats, group: int, width: int, out: NDArray[Any]) -> None:
+    """Rounds the numbers of codes [tokens, columns] into `out`; offsets and steps are [groups of tokens, groups of columns]."""
+    tokens, columns = codes.shape
+    row = np.empty(columns, np.float32)
+    bits = row.view(np.uint32)
+    for token in range(tokens):
+        at = token // group
+        if width == 1:
+            for column in range(columns):
+                row[column] = codes[token, column] * steps[at, column] + offsets[at, column]
+        else:
+            for column in range(columns):
+                row[column] = codes[token, column] * steps[at, column // width] + offsets[at, column // width]
+        round_row(row, bits, out, token)
+
+
+def _spread_loop(dtype: str) -> Loop[NDArray[np.uint8], Floats, Floats, int, int, NDArray[Any]]:
+    parameters, out = Array("float32", 2), Array(NATIVE_DTYPES[dtype], 2, written=True)
+    return Loop(_spread, (Array("uint8", 2), parameters, parameters, "int64", "int64", out), {"round_row": ROUNDERS[dtype]})
+
+
+_SPREAD = {dtype: _spread_loop(dtype) for dtype in ROUNDERS}
 
 
 class _Numbers:
