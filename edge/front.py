@@ -14,7 +14,8 @@ from typing import Any, Protocol, cast
 
 from aiohttp import web
 
-from kvcdn.edge.sending import STALL_SECONDS, FileBody
+from kvcdn.edge.sendfile import STALL_SECONDS
+from kvcdn.edge.sending import FileBody
 
 SWEEP_SECONDS = 1.0
 """Between two looks at who is idle."""
@@ -154,11 +155,19 @@ class Front(asyncio.Protocol):
             self._transport.close()
 
     def _deliver(self, delivery: Delivery) -> None:
+        transport = self._transport
+        transport.write(delivery.head)
+        if not transport.get_write_buffer_size() and delivery.body.begin(transport):
+            self._end(delivery)
+            return
         # Nothing may come between head and body, nor a request before their end.
         self.task = self._loop.create_task(self._send(delivery))
-        self._transport.pause_reading()
-        self._transport.set_write_buffer_limits(high=0)
-        self._transport.write(delivery.head)
+        transport.pause_reading()
+        transport.set_write_buffer_limits(high=0)
+
+    def _end(self, delivery: Delivery) -> None:
+        delivery.body.close()
+        delivery.ended()
 
     async def _send(self, delivery: Delivery) -> None:
         transport = self._transport
@@ -173,9 +182,8 @@ class Front(asyncio.Protocol):
             transport.abort()
             raise
         finally:
-            delivery.body.close()
             self.task = None
-            delivery.ended()
+            self._end(delivery)
         self._seen = self._loop.time()
         if self._last:
             transport.close()

@@ -12,16 +12,10 @@ from io import FileIO
 from typing import Protocol
 
 from kvcdn.edge.outcome import BrokenFillError
-from kvcdn.edge.sendfile import Sender
-
-PIECE_BYTES = 4 << 20
-"""Sent between two looks at the clock; a power of two well above what a socket buffers."""
+from kvcdn.edge.sendfile import STALL_SECONDS, Sender
 
 COPIED_BYTES = 256 << 10
 """Encrypted between two turns of the loop: some 0.1 ms."""
-
-STALL_SECONDS = 60.0
-"""A client that does not take a piece within this is cut off: 70 kB/s, below any link that a cache pays on."""
 
 
 class Progress(Protocol):
@@ -64,10 +58,16 @@ class FileBody:
 
     def __init__(self, source: FileSlice, on_short: Callable[[], None]) -> None:
         """`on_short` is called where the file does not hold what it should."""
-        self.sent = 0
         self._source, self._on_short = source, on_short
         self._transport: asyncio.Transport | None = None
+        self._sender: Sender | None = None
+        self._sent = 0
         self._cut = False
+
+    @property
+    def sent(self) -> int:
+        """Bytes that are on their way, so far."""
+        return self._sent if self._sender is None else self._sender.sent
 
     def cut(self) -> None:
         """Ends the response where it is, as what it sends must not be served any more."""
@@ -86,7 +86,22 @@ class FileBody:
 
     def close(self) -> None:
         """Lets go of the file."""
+        if self._sender is not None:
+            self._sent = self._sender.sent
+            self._sender.close()
+            self._sender = None
         self._source.file.close()
+
+    def begin(self, transport: asyncio.Transport) -> bool:
+        """Sends what the client takes at once, behind what is with the kernel already; whether that is all.
+
+        For what is all here. What fails is left to `send`, which has to follow unless this was all.
+        """
+        source = self._source
+        with contextlib.suppress(OSError):
+            self._sender = Sender(transport, source.file.fileno(), source.start)
+            self._sender.begin(source.length)
+        return self.sent == source.length
 
     async def send(self, transport: asyncio.Transport, write: Callable[[bytes], Awaitable[None]] | None) -> None:
         """Sends it all behind what is with the kernel already; by `write` where a connection is encrypted.
@@ -110,21 +125,18 @@ class FileBody:
             self.close()
 
     async def _send_file(self, transport: asyncio.Transport) -> None:
-        sender = Sender(transport)
-        try:
-            await self._send_by(lambda count: self._sendfile(sender, count))
-        finally:
-            sender.close()
+        source = self._source
+        sender = self._sender = self._sender or Sender(transport, source.file.fileno(), source.start)
+        await self._send_by(sender.send)
 
     async def _send_by(self, way: Callable[[int], Awaitable[int]]) -> None:
         source = self._source
-        while self.sent < source.length:
+        while (done := self.sent) < source.length:
             try:
-                count = await source.ready(self.sent)
+                count = await source.ready(done)
                 if self._cut:
                     raise ConnectionResetError("what is sent was revoked")
-                async with asyncio.timeout(STALL_SECONDS):
-                    sent = await way(count)
+                sent = await way(count)
             except BrokenFillError as error:
                 raise ConnectionResetError(str(error)) from error
             except TimeoutError:
@@ -134,17 +146,14 @@ class FileBody:
             except OSError as error:
                 self._on_short()
                 raise ConnectionResetError(f"reading the file failed: {error.strerror}") from None
-            self.sent += sent
             if not sent:
                 self._on_short()
                 raise ConnectionResetError("the file ended early")
 
-    async def _sendfile(self, sender: Sender, count: int) -> int:
-        source = self._source
-        return await sender.send(source.file.fileno(), source.start + self.sent, min(count, PIECE_BYTES))
-
     async def _copy(self, write: Callable[[bytes], Awaitable[None]], count: int) -> int:
-        file, position = self._source.file.fileno(), self._source.start + self.sent
-        piece = await asyncio.to_thread(os.pread, file, min(count, COPIED_BYTES), position)
-        await write(piece)
+        file, position = self._source.file.fileno(), self._source.start + self._sent
+        async with asyncio.timeout(STALL_SECONDS):
+            piece = await asyncio.to_thread(os.pread, file, min(count, COPIED_BYTES), position)
+            await write(piece)
+        self._sent += len(piece)
         return len(piece)

@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support.seaweed import S3Server, running_seaweed
 
 # Before torch is loaded, here and in what tests start: the models are tiny, and the cores are taken by other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes says how loaded the machine is, and nothing about what is tested.
+settings.register_profile("kvcdn", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvcdn")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import trustme
 from test_edge_access import KEY, bearer, secure, write_certificate
 
 from kvcdn.access.grant import Grant, Scope
-from kvcdn.edge import front, sending
+from kvcdn.edge import front, sendfile
 from kvcdn.edge.express import FIELDS, LINE_BYTES
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.stores.folder import FolderStore
@@ -100,6 +100,27 @@ def test_both_ways_say_the_same(edge: ServingEdge, document: Document, name: str
             assert body in data
             assert (method == b"GET") == bool(body)
         assert [True, False] == [fast(edge, express), fast(edge, framework)]
+
+
+def test_a_large_answer_leaves_in_full_packets(tmp_path: Path) -> None:
+    """While a body is sent the kernel is told that more comes, as small packets cost as much as large ones."""
+    large = make_document(tokens=1024, layers=16, heads=4, dim=64)
+    store = MemoryStore()
+    large.publish(store)
+    key, data = next(iter(large.blocks.items()))
+    with edge_in_thread(store, tmp_path / "cache") as edge, connected(edge.url) as connection:
+        ask(edge.url, f"/{key}")
+        settle(edge.url)
+        connection.sendall(get(key))
+        while not (sending := [front for front in list(edge.front.fronts) if front.task is not None]):
+            time.sleep(0.01)
+        (here,) = sending
+        there = here._transport.get_extra_info("socket")
+        assert there.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK)
+        assert data == answer(connection, b"")[2]
+        while here.task is not None:
+            time.sleep(0.01)
+        assert not there.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK)
 
 
 def test_a_large_answer_comes_before_the_next(edge: ServingEdge, document: Document) -> None:
@@ -303,7 +324,7 @@ def test_idle_and_greedy_clients_are_let_go(document: Document, tmp_path: Path, 
             while edge.front.fronts:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-    assert sending.STALL_SECONDS == 60
+    assert sendfile.STALL_SECONDS == 60
 
 
 def test_an_edge_with_idle_connections_stops_at_once(document: Document, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcdn.edge.sending import FileBody
 from kvcdn.envelope import PREAMBLE_BYTES
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
@@ -407,7 +408,8 @@ def test_one_connection_fills_and_hits_in_turn(document: Document, tmp_path: Pat
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_reader_that_stops_reading_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
     """A client that takes nothing for the stall time loses its connection, and with it the open file, on whatever way."""
-    for module in ("sending", "front"):
+    monkeypatch.setattr("kvcdn.edge.sendfile.SWEEP_SECONDS", 0.1)
+    for module in ("sendfile", "sending", "front"):
         monkeypatch.setattr(f"kvcdn.edge.{module}.STALL_SECONDS", 0.3)
     document = make_document(tokens=1024, layers=32, heads=4, dim=64)
     key, data = _first(document)
@@ -418,7 +420,8 @@ def test_a_reader_that_stops_reading_is_cut(tmp_path: Path, monkeypatch: pytest.
         connection = connect(edge.url)
         connection.request("GET", f"/{key}")
         response = connection.getresponse()
-        time.sleep(1.5)
+        while FileBody.active:
+            time.sleep(0.02)
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             response.read()
         connection.close()
