@@ -19,6 +19,7 @@ from kvcdn.errors import KvcdnError, UnsupportedModelError
 from kvcdn.layout import Layout
 from kvcdn.model.cache import CacheLayer, beside, build_cache, make_layer
 from kvcdn.model.layers import TokenMajorLayer
+from kvcdn.model.mask import mask_beside
 from kvcdn.model.states import WithStates
 
 
@@ -72,17 +73,18 @@ class ScheduledPrefill:
             yield self._run_block(token_ids[begin : begin + length], begin)
 
     def _run_block(self, token_ids: Sequence[int], start: int) -> PrefilledBlock:
-        seconds = self._pass(token_ids)
+        seconds = self._pass(token_ids, start)
         end = start + len(token_ids)
         checkpoint = self._is_checkpoint(start, end)
         layers = tuple(_block_tensors(layer, start, end, checkpoint=checkpoint) for layer in self._layers)
         return PrefilledBlock(start, end, layers, seconds)
 
-    def _pass(self, token_ids: Sequence[int]) -> float:
+    def _pass(self, token_ids: Sequence[int], start: int) -> float:
         started = time.perf_counter()
         with torch.inference_mode():
             tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
-            self._body(input_ids=tokens, use_cache=True, **beside(self._body.forward, self.cache, tokens))
+            mask = mask_beside(self._model, self._body, self._layout, start, start + len(token_ids))
+            self._body(input_ids=tokens, use_cache=True, **beside(self._body.forward, self.cache, tokens), **mask)
         if tokens.is_cuda:
             torch.cuda.synchronize(tokens.device)
         return time.perf_counter() - started
@@ -96,7 +98,7 @@ class ScheduledPrefill:
         for number, layer in enumerate(self._layers):
             layer.declare(start)
             layer.await_with(partial(at_layer, number))
-        return self._pass(token_ids)
+        return self._pass(token_ids, start)
 
     def _is_checkpoint(self, start: int, end: int) -> bool:
         return self._layout.is_checkpoint(start // self._layout.block_tokens, end - start)
