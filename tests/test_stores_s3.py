@@ -12,7 +12,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
-from kvcdn.stores import body, open_store, s3
+from kvcdn.stores import body, open_store, s3, s3_plain
 from kvcdn.stores.s3 import PART_BYTES, S3Store
 from kvcdn.stores.s3_errors import translated
 from support.faults import Fault, FaultyLink, faulty_link
@@ -377,16 +377,67 @@ def test_missing_object_through_a_link(linked: S3Store):
 
 
 def test_connections_are_reused(linked: S3Store, link: FaultyLink):
-    """Writes, looks, whole reads and ranges share one connection; a stream closed early gives up its own."""
+    """Writes and looks share one connection, whole reads and ranges another; a stream closed early gives up its own."""
     for number in range(4):
         linked.create(f"a{number}", [DATA])
         linked.stat("a0")
         linked.read("a0")
         linked.read("a0", 5, 10)
         list(linked.list(""))
-    assert 1 == link.connections
+    assert 2 == link.connections
     stream = linked.stream("a0")
     next(stream)
     stream.close()
     linked.read("a0")
-    assert 2 == link.connections
+    assert 3 == link.connections
+
+
+REFUSED = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+LENGTHLESS = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nabc"
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_read_while_the_server_wants_less(linked: S3Store, direct: S3Store, link: FaultyLink, times: int):
+    """SlowDown to a plain read, and to what botocore sends then: it is asked again, later."""
+    direct.create("a", [DATA])
+    link.inject(Fault(when=b"GET /", answer=REFUSED), times=times)
+    assert DATA == linked.read("a")
+    assert 0 == link.pending
+
+
+def test_answer_without_a_length(linked: S3Store, direct: S3Store, link: FaultyLink):
+    """An answer that does not say how long the object is may have been cut: refused in words."""
+    direct.create("a", [b"abc"])
+    link.inject(Fault(when=b"GET /", answer=LENGTHLESS), times=9)
+    with pytest.raises(UnavailableError, match="does not say how long"):
+        linked.read("a")
+
+
+def test_plain_reads_that_are_vain_end(linked: S3Store, direct: S3Store, link: FaultyLink):
+    """A server that refuses plain requests is read through botocore, and soon through nothing else."""
+    direct.create("a", [b"x"])
+    linked._plain._base = f"{link.url}/another-bucket/"
+    for _ in range(s3_plain.IN_VAIN):
+        assert b"x" == linked.read("a")
+    link.inject(Fault(when=b"GET /another-bucket/", answer=REFUSED))
+    assert b"x" == linked.read("a")
+    assert 1 == link.pending
+
+
+def test_plain_and_full_reads_say_the_same(direct: S3Store):
+    """Whatever is asked, and whether it is there: with plain requests, and without."""
+    direct.create("a", [DATA[:100]])
+
+    def answers() -> list[object]:
+        found: list[object] = []
+        for key, start, length in [("a", 0, None), ("a", 3, 5), ("a", 99, 9), ("a", 100, 1), ("a", 200, None), ("b", 0, 9)]:
+            try:
+                found.append(direct.read(key, start, length))
+            except NotFoundError as error:
+                found.append(str(error))
+        return found
+
+    plain = answers()
+    direct._plain._vain = s3_plain.IN_VAIN
+    assert plain == answers()
+    assert [DATA[:100], DATA[3:8], DATA[99:100], b"", b""] == plain[:5]

@@ -10,6 +10,7 @@ import base64
 import contextlib
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from http import HTTPStatus
 from operator import itemgetter
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -19,6 +20,7 @@ from kvcdn.store import STREAM_CHUNK_BYTES, BlobInfo, check_key
 from kvcdn.stores import s3_client
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
 from kvcdn.stores.s3_errors import Refusal, refusal, translated, was_retried
+from kvcdn.stores.s3_plain import Answer
 from kvcdn.stores.span import Span, begun, nothing
 
 MULTIPART_BYTES = 64 << 20
@@ -63,7 +65,9 @@ class S3Store:
         self._prefix = _checked_prefix(prefix)
         self._options = {"endpoint": endpoint, "region": region, "profile": profile}
         with translated(self.url, ""):
-            self._client, self._login = s3_client.connect(endpoint, region, profile)
+            connected = s3_client.connect(endpoint, region, profile)
+            self._plain = s3_client.plain_reader(connected, bucket)
+        self._client, self._login = connected.client, connected.login
         self._ordered = s3_client.is_aws(self._client.meta.endpoint_url)
         self._bucket_seen = False
 
@@ -192,30 +196,41 @@ class S3Store:
         """An answer that holds `span`, or None where the server says that the object ends before it."""
         options = conditions if span == Span(0, None) else conditions | {"Range": span.header}
         where = f"{self.url}: {key}"
+        found = self._plain.get(self._name(key), options)
+        if found is None:
+            found = self._ask(key, options)
+            self._plain.count(vain=found.status < HTTPStatus.BAD_REQUEST)
+        match found.status:
+            case HTTPStatus.NOT_FOUND:
+                raise NotFoundError(f"{self.url} has no object {key}")
+            case HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                return None
+            case HTTPStatus.PRECONDITION_FAILED:
+                raise UnavailableError(f"{where}: the object changed while it was read")
+        try:
+            size, skip = body_extent(found.status, found.headers, span, where)
+        except KvcdnError:
+            found.stream.close()
+            raise
+        return Body(_reader(found.stream), found.stream.close, span.start, size, found.headers.get("ETag", ""), skip)
+
+    def _ask(self, key: str, headers: dict[str, str]) -> Answer:
+        """The answer that botocore gets: with retries, and in words where it is refused for good."""
+        options = {name.replace("-", ""): value for name, value in headers.items()}
         with self._translated(f"reading {key}"):
             try:
                 found = self._client.get_object(Bucket=self._bucket, Key=self._name(key), **options)
             except self._client.exceptions.ClientError as error:
-                match refusal(error):
-                    case Refusal.MISSING:
-                        raise NotFoundError(f"{self.url} has no object {key}") from None
-                    case Refusal.RANGE:
-                        return None
-                    case Refusal.EXISTS:
-                        raise UnavailableError(f"{where}: the object changed while it was read") from error
+                if refusal(error) in (Refusal.MISSING, Refusal.RANGE, Refusal.EXISTS):
+                    return Answer(error.response["ResponseMetadata"]["HTTPStatusCode"], {}, None)
                 raise
-        stream = found["Body"]
-        headers = {"Content-Length": str(found["ContentLength"]), "Content-Range": found.get("ContentRange", "")}
-        try:
-            size, skip = body_extent(found["ResponseMetadata"]["HTTPStatusCode"], headers, span, where)
-        except KvcdnError:
-            stream.close()
-            raise
-        return Body(_reader(stream), stream.close, span.start, size, found.get("ETag", ""), skip)
+        told = {"Content-Length": "ContentLength", "Content-Range": "ContentRange", "ETag": "ETag"}
+        answered = {header: str(found[name]) for header, name in told.items() if name in found}
+        return Answer(found["ResponseMetadata"]["HTTPStatusCode"], answered, found["Body"])
 
     def _pieces(self, key: str, body: Body, span: Span) -> Generator[bytes, None, None]:
         def reopen(rest: Span) -> Body:
-            again = self._open(key, rest, {"IfMatch": body.etag} if body.etag else {})
+            again = self._open(key, rest, {"If-Match": body.etag} if body.etag else {})
             if again is None:
                 raise UnavailableError(f"{self.url}: {key}: the object changed while it was read")
             return again

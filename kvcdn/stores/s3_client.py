@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvcdn.errors import UsageError
 from kvcdn.stores.http import is_loopback
+from kvcdn.stores.s3_plain import PlainReader, Signer
 
 CONNECT_SECONDS = 5
 STALL_SECONDS = 30
@@ -28,6 +29,8 @@ URL_HINT = "write s3://bucket/prefix, for servers other than AWS s3://bucket/pre
 CREDENTIALS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run: aws configure"
 BUCKET_HINT = "check the bucket's name and the endpoint, or create it"
 
+_ANY_KEY = "any-key"
+
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 """Bucket names as AWS defines them; other servers allow no less."""
 
@@ -45,31 +48,59 @@ def is_aws(endpoint: str) -> bool:
     return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
-def connect(endpoint: str | None, region: str | None, profile: str | None) -> tuple[Any, str]:
-    """A client, and in words which credentials it uses. Sends no request to the store.
+class Connected(NamedTuple):
+    """What a store asks with."""
+
+    client: Any
+    login: str
+    """In words, which credentials the client uses."""
+    session: Any
+    """botocore's, from which the client is."""
+
+
+def connect(endpoint: str | None, region: str | None, profile: str | None) -> Connected:
+    """A client and what belongs to it. Sends no request to the store.
 
     Raises UsageError for a malformed endpoint and for missing credentials, and what botocore raises for its own files.
     """
     endpoint = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
     if endpoint is not None:
         _check_endpoint(endpoint)
-    session = _session(profile, region)
+    session, core = _session(profile, region)
     credentials = session.get_credentials()
     if credentials is None:
         raise UsageError("there are no credentials for S3", hint=CREDENTIALS_HINT)
     client = _client(session, endpoint, path_style=endpoint is not None and not is_aws(endpoint))
     if endpoint is None and not is_aws(client.meta.endpoint_url):  # AWS's configuration file named another server
         client = _client(session, client.meta.endpoint_url, path_style=True)
-    return client, f"access key {credentials.access_key} (from: {credentials.method})"
+    return Connected(client, f"access key {credentials.access_key} (from: {credentials.method})", core)
 
 
-def _session(profile: str | None, region: str | None) -> Any:
+def plain_reader(connected: Connected, bucket: str) -> PlainReader:
+    """What reads from `bucket` with as little as possible around a request, where and as whom `connected` would."""
+    from botocore.httpsession import URLLib3Session  # noqa: PLC0415 - only who uses S3 pays for loading it
+    from botocore.utils import get_environ_proxies  # noqa: PLC0415 - as above
+
+    client = connected.client
+    url = client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": _ANY_KEY})  # sends nothing
+    base = url.partition("?")[0].removesuffix(_ANY_KEY)
+    session = URLLib3Session(
+        proxies={} if is_loopback(urlsplit(base).hostname or "") else get_environ_proxies(base),
+        verify=connected.session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE") or True,
+        timeout=(CONNECT_SECONDS, STALL_SECONDS),
+        max_pool_connections=CONNECTIONS,
+    )
+    return PlainReader(session, base, Signer(connected.session.get_credentials(), client.meta.region_name))
+
+
+def _session(profile: str | None, region: str | None) -> tuple[Any, Any]:
+    """boto3's session, and botocore's within it."""
     from boto3.session import Session  # noqa: PLC0415 - it takes a third of a second to load: only who uses S3 pays
     from botocore.session import Session as CoreSession  # noqa: PLC0415 - as above
 
     core = CoreSession()
     core.register_component("data_loader", _loader())
-    return Session(profile_name=profile, region_name=region, botocore_session=core)
+    return Session(profile_name=profile, region_name=region, botocore_session=core), core
 
 
 @cache

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-START_SECONDS = 120
-"""Importing takes seconds, on a busy machine many."""
+START_SECONDS = 1200
+"""Importing takes seconds, on a busy machine minutes."""
 
 
 @contextlib.contextmanager
