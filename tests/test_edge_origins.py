@@ -23,7 +23,7 @@ from support.web import running_web
 MOST_RESIDENT_BYTES = 150_000_000
 
 ROUNDS = 8
-"""So many that half a block kept in each of them would show: a round's own peak differs by what happens to be filled at once."""
+"""So many that half a block kept in each would show: a round's own peak differs by what happens to be filled at once."""
 
 
 def read_by_many(edge: RunningEdge, document: Document, readers: int = 8) -> None:
