@@ -21,6 +21,7 @@ from kvcdn.certificate import MICRO, NANO, Certificate
 from kvcdn.cli.options import quiet_libraries
 from kvcdn.cli.rig import document_text
 from kvcdn.codec import Buffer, Encoded
+from kvcdn.codecs.compiled import wait_until_compiled
 from kvcdn.errors import UsageError
 from kvcdn.keys import PRECISION_NATIVE, PRECISIONS, TRANSFORMED, BlockName, Namespace, PrefixNames
 from kvcdn.model.load import LoadedModel, load_model
@@ -169,6 +170,8 @@ def _row(subject: _Subject, precision: str, runs: int) -> dict[str, Any]:
                 tensor_bytes(tensor[rows])[:] = data.decoded if isinstance(data, Encoded) else data
     whole = subject.encoders.basis if precision in TRANSFORMED else None
     parts: Sequence[Sequence[Any]] = whole.tensors if whole else [()] * len(layout.layers)
+    _decode_speed(blocks[0], names.blocks[0], parts)
+    wait_until_compiled()
     speed = statistics.median(_decode_speed(blocks[0], names.blocks[0], parts) for _ in range(runs))
     row = {
         "document": subject.name,

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, Generic, ParamSpec, cast
 
 from kvcdn.digest import hash_bytes
@@ -42,6 +42,20 @@ class Array:
     written: bool = False
 
 
+@dataclass(frozen=True)
+class Instructions:
+    """A function in machine instructions that `build` makes for numba, which does not find them by itself.
+
+    `plain` does the same, for who reads or tests it.
+    """
+
+    plain: Callable[..., None]
+    build: Callable[[], Any]
+
+    def __call__(self, *arguments: Any) -> None:
+        self.plain(*arguments)
+
+
 class Loop(Generic[P]):
     """A function that returns nothing, and its machine code where there is one. Thread-safe.
 
@@ -56,12 +70,12 @@ class Loop(Generic[P]):
         self,
         function: Callable[P, None],
         parameters: Sequence[Array | str],
-        uses: Mapping[str, Callable[..., Any]] | None = None,
+        uses: Mapping[str, Callable[..., Any] | Instructions] | None = None,
     ) -> None:
         self._function, self._parameters, self._uses = function, parameters, uses or {}
         kinds = (one if isinstance(one, str) else one.dtype for one in parameters)
-        marks = (_mark(one) for one in (function, *self._uses.values()))
-        self.name = "_".join((function.__name__, *kinds, *marks))
+        mark = _mark((function, *self._uses.values()))
+        self.name = "_".join((function.__name__, *kinds, mark))
         self._native: Callable[P, None] | None = None
 
     def native(self) -> Callable[P, None] | None:
@@ -79,7 +93,10 @@ class Loop(Generic[P]):
         # Without fast-math, and with numpy's idea of division: the same bits as numpy.
         options = {"nogil": True, "fastmath": False, "error_model": "numpy"}
         plain = cast("FunctionType", self._function)
-        used = {name: numba.njit(**options)(one) for name, one in self._uses.items()}
+        used = {
+            name: one.build() if isinstance(one, Instructions) else numba.njit(**options)(one)
+            for name, one in self._uses.items()
+        }
         function = FunctionType(plain.__code__, {**plain.__globals__, **used}, self.name)
         function.__qualname__ = self.name
         signature = numba.void(*(_numba_type(numba, one) for one in self._parameters))
@@ -90,10 +107,15 @@ class Loop(Generic[P]):
             self._native = numba.njit(signature, **options)(function)
 
 
-def _mark(function: Callable[..., Any]) -> str:
-    """Digits that tell a function from what it was before a change: of the files, numba looks at the time of one alone."""
-    code = function.__code__
-    return hash_bytes(repr((code.co_code, code.co_consts, code.co_names)).encode()).hex()[:8]
+def _mark(functions: Sequence[Callable[..., Any] | Instructions]) -> str:
+    """Digits that tell functions from what they were before a change: of the files, numba looks at the time of one alone."""
+    codes = ((one.build if isinstance(one, Instructions) else one).__code__ for one in functions)
+    return hash_bytes(repr([_describe(code) for code in codes]).encode()).hex()[:16]
+
+
+def _describe(code: CodeType) -> tuple[Any, ...]:
+    constants = [_describe(one) if isinstance(one, CodeType) else one for one in code.co_consts]
+    return code.co_code, constants, code.co_names
 
 
 def wait_until_compiled() -> None:

@@ -33,7 +33,7 @@ class Rope:
             if self.interleaved
             else (rows[..., :count], rows[..., count : 2 * count])
         )
-        cosine, sine = _angles(self.frequencies, start, len(rows))
+        cosine, sine = self.angles(start, len(rows))
         if back:
             sine = -sine
         left = first * cosine
@@ -42,6 +42,10 @@ class Rope:
         right += first * sine
         first[...] = left
         second[...] = right
+
+    def angles(self, start: int, tokens: int) -> tuple[Floats, Floats]:
+        """Cosines and sines, [tokens, 1, pairs], of positions from `start` on."""
+        return _angles(self.frequencies, start, tokens)
 
 
 @lru_cache(maxsize=64)

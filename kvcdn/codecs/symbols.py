@@ -20,6 +20,9 @@ _LEVEL = 8
 _VERSION = bytes(FileCompressor().write_header())
 """What every stream begins with."""
 
+_DECOMPRESSOR, _ = FileDecompressor.new(_VERSION)
+"""Of that version; it keeps nothing of what it reads."""
+
 _PLAIN = 0
 """The first byte of a chunk's description: classic mode, no deltas. Others may ask for memory of any size."""
 
@@ -38,29 +41,33 @@ def pack_symbols(symbols: Symbols) -> bytes:
 def unpack_symbols(stream: Buffer, count: int, what: str) -> Symbols:
     """The `count` symbols of a stream. Raises CorruptError."""
     symbols = np.empty(count, np.int16)
-    if not count:
+    read_symbols(stream, symbols, what)
+    return symbols
+
+
+def read_symbols(stream: Buffer, symbols: Symbols, what: str) -> None:
+    """Fills `symbols` from a stream of as many. Raises CorruptError."""
+    if not symbols.size:
         if len(stream):
             raise CorruptError(f"{what}: a stream of no symbols has {len(stream)} bytes")
-        return symbols
-    data = bytes(stream)
+        return
     start = len(_VERSION)
+    data = bytes(stream)
     if data[:start] != _VERSION or data[start : start + 1] != bytes([_PLAIN]):
         raise CorruptError(f"{what}: a stream of symbols asks for what the format does not allow")
     try:
-        consumed = start + _read_chunk(data, start, symbols)
+        used = start + _read_chunk(data[start:], symbols)
     except _STOPPING:
         raise
     except BaseException as error:  # noqa: BLE001 - a panic of the library's is no Exception
         raise CorruptError(f"{what}: a stream of symbols does not decode ({type(error).__name__})") from None
-    if consumed != len(data):
-        raise CorruptError(f"{what}: a stream of symbols has {len(data)} bytes, {consumed} of them used")
-    return symbols
+    if used != len(data):
+        raise CorruptError(f"{what}: a stream of symbols has {len(data)} bytes, {used} of them used")
 
 
-def _read_chunk(data: bytes, start: int, symbols: Symbols) -> int:
-    """Decodes the chunk behind the version, and returns its bytes; -1 where symbols are missing."""
-    decompressor, _ = FileDecompressor.new(data)
+def _read_chunk(data: bytes, symbols: Symbols) -> int:
+    """Decodes a chunk, and returns its bytes; -1 where symbols are missing."""
     chunk: Any
-    chunk, described = decompressor.chunk_decompressor(data[start:], "i16")
-    progress, read = chunk.read_page_into(data[start + described :], len(symbols), symbols)
+    chunk, described = _DECOMPRESSOR.chunk_decompressor(data, "i16")
+    progress, read = chunk.read_page_into(data[described:], len(symbols), symbols)
     return int(described + read) if progress.n_processed == len(symbols) else -1

@@ -8,14 +8,26 @@ a level for each component and the exponent of the token.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codec import Buffer, Encoded, Rows
 from kvcdn.codecs.basis import TensorBasis
-from kvcdn.codecs.numbers import Floats, to_float32, write_rounded
-from kvcdn.codecs.symbols import pack_symbols, unpack_symbols
+from kvcdn.codecs.classes import (
+    ALL_CLASSES,
+    LEAST_CLASS,
+    LEAST_LEVEL,
+    MOST_CLASS,
+    MOST_EXPONENT,
+    MOST_LEVEL,
+    in_range,
+    rectangles,
+)
+from kvcdn.codecs.numbers import NATIVE_DTYPES, Floats, to_float32, write_rounded
+from kvcdn.codecs.symbols import Symbols, pack_symbols, read_symbols, unpack_symbols
+from kvcdn.codecs.synthesis import CHUNK, MEASURE, RESTORE
 from kvcdn.errors import CorruptError
 
 _HEADER = struct.Struct("<HHf")
@@ -23,14 +35,10 @@ _HEADER = struct.Struct("<HHf")
 
 _LENGTH = struct.Struct("<I")
 
-LEAST_CLASS = -2
-"""Symbols of a smaller class are 0 and not stored: their deviation is below a sixth of a step."""
+_POWERS = np.exp2(np.arange(-MOST_EXPONENT, MOST_EXPONENT + 1, dtype=np.float32))
 
-MOST_CLASS = 13
-"""Symbols have 16 bits."""
-
-LEAST_LEVEL, MOST_LEVEL = -64, 63
-MOST_EXPONENT = 8
+_NO_ANGLES = np.empty(0, np.float32)
+"""Of a tensor that does not turn."""
 
 EXACT_SUM = 1 << 24
 """Single precision counts to here."""
@@ -81,8 +89,11 @@ def decode_transform(encoded: Buffer, rows: Rows, out: memoryview, what: str) ->
     width = heads * dim
     exponents = payload.stream(0, middle)
     levels = payload.stream(1, width)
-    if not _within(exponents, -MOST_EXPONENT, MOST_EXPONENT) or not _within(levels, LEAST_LEVEL, MOST_LEVEL):
-        raise CorruptError(f"{what}: a level or an exponent is out of range")
+    target = out[len(payload.exact) :]
+    if _restored(payload, rows, exponents, levels, target):
+        return
+    if not in_range(exponents, levels):
+        raise payload.out_of_range()
     order = np.argsort(exponents, kind="stable")
     components = _join(payload, levels, exponents[order])
     numbers = _synthesise(components, basis)
@@ -95,7 +106,36 @@ def decode_transform(encoded: Buffer, rows: Rows, out: memoryview, what: str) ->
         placed += basis.mean
         if basis.rope is not None:
             basis.rope.turn(placed, rows.start + payload.lead)
-        write_rounded(placed, rows.dtype, out[len(payload.exact) :])
+        write_rounded(placed, rows.dtype, target)
+
+
+def _restored(payload: _Payload, rows: Rows, exponents: Symbols, levels: Symbols, target: memoryview) -> bool:
+    """Fills `target` with the rounded numbers of the classes' symbols, in compiled loops; False where there are none yet."""
+    measure, restore = MEASURE.native(), RESTORE[rows.dtype].native()
+    if measure is None or restore is None:
+        return False
+    sizes = np.empty(ALL_CLASSES, np.int64)
+    measure(exponents, levels, sizes)
+    if sizes[0] < 0:
+        raise payload.out_of_range()
+    symbols = payload.symbols([size for size in sizes.tolist() if size], CHUNK)
+    basis, middle = rows.basis, len(exponents)
+    angles = basis.rope.angles(rows.start + payload.lead, middle) if basis.rope else (_NO_ANGLES, _NO_ANGLES)
+    with np.errstate(over="ignore"):
+        factors = np.float32(payload.step) * _POWERS
+    restore(
+        symbols,
+        exponents,
+        levels,
+        basis.matrices,
+        factors,
+        basis.scales,
+        basis.mean,
+        *(one.reshape(middle, one.size // max(middle, 1)) for one in angles),
+        basis.rope is not None and basis.rope.interleaved,
+        np.frombuffer(target, NATIVE_DTYPES[rows.dtype]).reshape(middle, len(levels)),
+    )
+    return True
 
 
 class _Payload:
@@ -130,35 +170,23 @@ class _Payload:
         """The `count` integers of a stream: exponents, levels, then the classes."""
         return unpack_symbols(self._streams[index], count, self._what)
 
+    def symbols(self, sizes: Sequence[int], more: int) -> Symbols:
+        """Those of all classes, of so many symbols each; room for `more` behind them."""
+        self.require_classes(len(sizes))
+        joined = np.empty(sum(sizes) + more, np.int16)
+        start = 0
+        for index, size in enumerate(sizes):
+            read_symbols(self._streams[2 + index], joined[start : start + size], self._what)
+            start += size
+        joined[start:] = 0
+        return joined
+
+    def out_of_range(self) -> CorruptError:
+        return CorruptError(f"{self._what}: a level or an exponent is out of range")
+
     def require_classes(self, count: int) -> None:
         if count != self.classes:
             raise CorruptError(f"{self._what}: {self.classes} classes of symbols, {count} belong")
-
-
-def _within(values: NDArray[np.int16], low: int, high: int) -> bool:
-    return not values.size or bool(low <= values.min() and values.max() <= high)
-
-
-Rectangle = tuple[slice, slice]
-"""Rows and columns, of tokens by exponent and components by level."""
-
-
-def _rectangles(levels: NDArray[np.int16], exponents: NDArray[np.int16]) -> dict[int, list[Rectangle]]:
-    """By class, ascending: where its symbols are, `levels` and `exponents` being sorted. Each class by ascending exponent."""
-    found: dict[int, list[Rectangle]] = {}
-    columns = _runs(levels)
-    for exponent, place in _runs(exponents):
-        for level, column in columns:
-            if level - exponent >= LEAST_CLASS:
-                found.setdefault(level - exponent, []).append((place, column))
-    return dict(sorted(found.items()))
-
-
-def _runs(values: NDArray[np.int16]) -> list[tuple[int, slice]]:
-    """Each distinct value of a sorted array, with where it is."""
-    distinct, starts = np.unique(values, return_index=True)
-    ends = [*starts[1:], len(values)][: len(starts)]
-    return [(int(value), slice(int(start), int(end))) for value, start, end in zip(distinct, starts, ends, strict=True)]
 
 
 def _classes(levels: NDArray[np.int16], exponents: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -170,14 +198,14 @@ def _split(symbols: NDArray[np.int16], levels: NDArray[np.int16], exponents: NDA
     """The symbols of each class, joined."""
     rows, columns = np.argsort(exponents, kind="stable"), np.argsort(levels, kind="stable")
     ordered = symbols[rows][:, columns]
-    found = _rectangles(levels[columns], exponents[rows])
+    found = rectangles(levels[columns], exponents[rows])
     return [np.concatenate([ordered[place].reshape(-1) for place in places]) for places in found.values()]
 
 
 def _join(payload: _Payload, levels: NDArray[np.int16], sorted_exponents: NDArray[np.int16]) -> tuple[Floats, NDArray[np.intp]]:
     """Symbols [tokens by exponent, components by level] that are stored, as float32, and which components they are."""
     columns = np.argsort(levels, kind="stable")
-    found = _rectangles(levels[columns], sorted_exponents)
+    found = rectangles(levels[columns], sorted_exponents)
     payload.require_classes(len(found))
     used = min((place[1].start for places in found.values() for place in places), default=len(columns))
     symbols = np.zeros((len(sorted_exponents), len(columns) - used), np.float32)

@@ -1,0 +1,280 @@
+"""Synthesis: a tensor's symbols to its rounded numbers, as a compiled loop that passes over memory once (FORMAT.md 4.5).
+
+Tokens are taken by ascending exponent, some at a time. Their symbols are put on lines, a token's components by ascending level;
+these are multiplied with the integers of the basis, two components and a tile of dimensions at a time, where not all are zero;
+and what comes of them is scaled, turned and rounded while it is near.
+
+Exponents and levels are counted from the least that the format has: they are places in arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcdn.codecs.classes import EXPONENTS, LEAST_APART, LEAST_LEVEL, LEVELS, MOST_EXPONENT
+from kvcdn.codecs.compiled import Array, Loop
+from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats
+from kvcdn.codecs.symbols import Symbols
+from kvcdn.codecs.tiles import ABREAST, TILE, Ints, multiply_tile
+
+_LINES = 32
+"""Tokens at a time: a tile of the basis, and all that is at hand of these, stay in the first cache."""
+
+CHUNK = 16
+"""Symbols that are copied at once: as many more must be readable behind the last."""
+
+_NEVER = -1_000
+"""The level of a column that nothing is stored of."""
+
+Places = NDArray[np.int64]
+
+
+def _count(values: Symbols, least: int, counts: Places) -> bool:
+    """Adds to `counts` how often each value occurs, from `least` on; False where one has no place there."""
+    for number in range(len(values)):
+        place = values[number] - least
+        if not 0 <= place < len(counts):
+            return False
+        counts[place] += 1
+    return True
+
+
+def _measure(exponents: Symbols, levels: Symbols, sizes: Places) -> None:
+    """How many symbols each class has, from the least on; -1 for the first where an exponent or a level is out of range."""
+    many, wide = np.zeros(EXPONENTS, np.int64), np.zeros(LEVELS, np.int64)
+    sizes[:] = 0
+    if not _count(exponents, -MOST_EXPONENT, many) or not _count(levels, LEAST_LEVEL, wide):
+        sizes[0] = -1
+        return
+    for exponent in range(EXPONENTS):
+        for level in range(exponent + LEAST_APART, LEVELS):
+            sizes[level - exponent - LEAST_APART] += many[exponent] * wide[level]
+
+
+def _find_starts(many: Places, wide: Places) -> Places:
+    """Where the symbols of each exponent and level begin, for so `many` tokens and `wide` components of each."""
+    starts = np.zeros((EXPONENTS, LEVELS), np.int64)
+    place = 0
+    for apart in range(LEAST_APART, LEVELS):
+        for exponent in range(min(EXPONENTS, LEVELS - apart)):
+            starts[exponent, exponent + apart] = place
+            place += many[exponent] * wide[exponent + apart]
+    return starts
+
+
+def _sort_tokens(exponents: Symbols, many: Places) -> tuple[Places, Places]:
+    """The tokens by ascending exponent, and where each exponent's begin."""
+    first = np.zeros(EXPONENTS, np.int64)
+    for exponent in range(1, EXPONENTS):
+        first[exponent] = first[exponent - 1] + many[exponent - 1]
+    order, following = np.empty(len(exponents), np.int64), first.copy()
+    for token in range(len(exponents)):
+        exponent = exponents[token] + MOST_EXPONENT
+        order[following[exponent]] = token
+        following[exponent] += 1
+    return order, first
+
+
+def _arrange(  # noqa: C901 - a call for each loop would be an allocation for each
+    levels: Symbols, matrices: NDArray[np.int8], many: Places
+) -> tuple[Places, Places, Ints]:
+    """What stands where on a line, group after group, and the integers it is multiplied with.
+
+    Runs of neighbouring components of one group and level: the level, how many components of that level other groups have
+    before them, where they stand, how many they are. Then where each group's pairs begin, and the end of the last; and
+    for each pair of components their two integers for each dimension, as one.
+    """
+    groups, width, _ = matrices.shape
+    least = LEAST_APART
+    for exponent in range(EXPONENTS):
+        if many[exponent]:
+            least += exponent
+            break
+    runs = np.empty((groups * (width + 1), 4), np.int64)
+    pair_ends = np.zeros(groups + 1, np.int64)
+    table = np.zeros((groups * ((width + 1) // 2), -(-width // TILE) * TILE), np.int32)
+    before, own = np.zeros(LEVELS, np.int64), np.empty(LEVELS, np.int64)
+    order = np.empty(width, np.int64)
+    run = pair = 0
+    for group in range(groups):
+        mine = levels[group * width : (group + 1) * width]
+        own[:] = 0
+        for column in range(width):
+            own[mine[column] - LEAST_LEVEL] += 1
+        used = 0
+        for level in range(least, LEVELS):
+            size = own[level]
+            own[level] = used
+            if size:
+                runs[run, 0], runs[run, 1], runs[run, 2], runs[run, 3] = level, before[level], 2 * pair + used, size
+                before[level] += size
+                used += size
+                run += 1
+        for column in range(width):
+            level = mine[column] - LEAST_LEVEL
+            if level >= least:
+                order[own[level]] = column
+                own[level] += 1
+        if used % 2:
+            runs[run, 0], runs[run, 1], runs[run, 2], runs[run, 3] = _NEVER, 0, 2 * pair + used, 1
+            run += 1
+        for number in range(0, used, 2):
+            target, left = table[pair], matrices[group, order[number]]
+            right = matrices[group, order[min(number + 1, used - 1)]]
+            for column in range(width):
+                target[column] = (np.int32(left[column]) & 0xFFFF) | (np.int32(right[column]) << 16)
+            pair += 1
+        pair_ends[group + 1] = pair
+    return runs[:run], pair_ends, table
+
+
+def _fill_lines(symbols: Symbols, runs: Places, starts: Places, wide: Places, exponent: int, lines: Symbols) -> None:
+    """Puts the symbols of neighbouring tokens of one exponent on `lines`; of each level the first token's begin at `starts`.
+
+    Whole chunks are copied: what they spill over is what follows on the line, and is written after them.
+    """
+    for run in range(len(runs)):
+        level, before, place, size = runs[run]
+        if level - exponent < LEAST_APART:
+            for line in range(len(lines)):
+                lines[line, place : place + size] = 0
+            continue
+        source, step = starts[level] + before, wide[level]
+        for line in range(len(lines)):
+            for chunk in range(0, size, CHUNK):
+                left, right = (
+                    lines[line, place + chunk : place + chunk + CHUNK],
+                    symbols[source + chunk : source + chunk + CHUNK],
+                )
+                for one in range(CHUNK):
+                    left[one] = right[one]
+            source += step
+
+
+def _list_pairs(pairs: Ints, begin: int, end: int, which: Ints) -> int:
+    """Lists which pairs from `begin` to `end` are not zero on all of the lines of a tile; returns how many those are."""
+    first, second, third, fourth = pairs[0, begin:end], pairs[1, begin:end], pairs[2, begin:end], pairs[3, begin:end]
+    found = 0
+    for pair in range(end - begin):
+        which[found] = begin + pair
+        if first[pair] | second[pair] | third[pair] | fourth[pair]:
+            found += 1
+    return found
+
+
+def _turn_heads(row: Floats, dim: int, cosine: Floats, sine: Floats, interleaved: int) -> None:
+    """Rotary embedding of one token, as `kvcdn.codecs.rope` has it for all."""
+    count = len(cosine)
+    if not count:
+        return
+    for head in range(0, len(row), dim):
+        if interleaved:
+            both = row[head : head + 2 * count]
+            for pair in range(count):
+                left, right = both[2 * pair], both[2 * pair + 1]
+                both[2 * pair] = left * cosine[pair] - right * sine[pair]
+                both[2 * pair + 1] = right * cosine[pair] + left * sine[pair]
+        else:
+            first, second = row[head : head + count], row[head + count : head + 2 * count]
+            for pair in range(count):
+                left, right = first[pair], second[pair]
+                first[pair] = left * cosine[pair] - right * sine[pair]
+                second[pair] = right * cosine[pair] + left * sine[pair]
+
+
+def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
+    symbols: Symbols,
+    exponents: Symbols,
+    levels: Symbols,
+    matrices: NDArray[np.int8],
+    factors: Floats,
+    scales: Floats,
+    mean: Floats,
+    cosines: Floats,
+    sines: Floats,
+    interleaved: int,
+    out: NDArray[Any],
+) -> None:
+    """Rounds the numbers of `symbols`, class by class with `CHUNK` more behind, into `out` [tokens, heads x dim].
+
+    `factors` are step x 2^E of every exponent; `mean` is [heads, dim]; `cosines` and `sines` are [tokens, pairs], of no pairs
+    where nothing turns. Exponents and levels are in range.
+    """
+    groups, width, _ = matrices.shape
+    tokens, columns = out.shape
+    many, wide = np.zeros(EXPONENTS, np.int64), np.zeros(LEVELS, np.int64)
+    _count(exponents, -MOST_EXPONENT, many)
+    _count(levels, LEAST_LEVEL, wide)
+    starts = _find_starts(many, wide)
+    order, first = _sort_tokens(exponents, many)
+    runs, pair_ends, table = _arrange(levels, matrices, many)
+    lines = np.zeros((_LINES, 2 * pair_ends[groups] + CHUNK), np.int16)
+    pairs = lines.view(np.int32)
+    which, found = np.empty((_LINES // ABREAST, width // 2 + 1), np.int32), np.empty(_LINES // ABREAST, np.int64)
+    sums, rows = np.zeros((_LINES, table.shape[1]), np.int32), np.empty((_LINES, columns), np.float32)
+    bits = rows.view(np.uint32)
+    means = mean.reshape(columns)
+    for begin in range(0, tokens, _LINES):
+        count = min(_LINES, tokens - begin)
+        low = 0
+        while low < count:
+            exponent = exponents[order[begin + low]] + MOST_EXPONENT
+            number = begin + low - first[exponent]
+            high = min(low + many[exponent] - number, count)
+            _fill_lines(symbols, runs, starts[exponent] + number * wide, wide, exponent, lines[low:high])
+            low = high
+        lines[count:] = 0
+        for group in range(groups):
+            for line in range(0, count, ABREAST):
+                band = line // ABREAST
+                found[band] = _list_pairs(pairs[line : line + ABREAST], pair_ends[group], pair_ends[group + 1], which[band])
+                if not found[band]:
+                    sums[line : line + ABREAST] = 0
+            for tile in range(0, table.shape[1], TILE):
+                for line in range(0, count, ABREAST):
+                    band = line // ABREAST
+                    if found[band]:
+                        multiply_tile(which[band], found[band], pairs, line, table, tile, sums)
+            own = slice(group * width, (group + 1) * width)
+            middle = means[own]
+            for line in range(count):
+                factor = factors[exponents[order[begin + line]] + MOST_EXPONENT] * scales[group]
+                row, whole = rows[line, own], sums[line, :width]
+                for column in range(width):
+                    row[column] = np.float32(whole[column]) * factor + middle[column]
+        for line in range(count):
+            token = order[begin + line]
+            _turn_heads(rows[line], mean.shape[1], cosines[token], sines[token], interleaved)
+            _round_row(rows[line], bits[line], out, token)
+
+
+_round_row = ROUNDERS["bfloat16"]
+
+
+def _restore_loop(dtype: str) -> Loop[Any]:
+    flat, numbers = Array("int16"), Array("float32")
+    angles = Array("float32", 2)
+    target = Array(NATIVE_DTYPES[dtype], 2, written=True)
+    return Loop(
+        _restore,
+        (flat, flat, flat, Array("int8", 3), numbers, numbers, Array("float32", 2), angles, angles, "int64", target),
+        {
+            "_count": _count,
+            "_find_starts": _find_starts,
+            "_sort_tokens": _sort_tokens,
+            "_arrange": _arrange,
+            "_fill_lines": _fill_lines,
+            "_list_pairs": _list_pairs,
+            "multiply_tile": multiply_tile,
+            "_turn_heads": _turn_heads,
+            "_round_row": ROUNDERS[dtype],
+        },
+    )
+
+
+MEASURE = Loop(_measure, (Array("int16"), Array("int16"), Array("int64", written=True)), {"_count": _count})
+
+RESTORE = {dtype: _restore_loop(dtype) for dtype in ROUNDERS}
