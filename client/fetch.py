@@ -1,9 +1,9 @@
 """Fetching: the blocks of a prefix into the layers of a cache, while the model may already be running on the first of them.
 
-Worker threads take turns at the blocks, a step at a time. Usually layer 0 of all blocks comes first, then layer 1, and so
-on, so that the model, which reaches layer i after layer i - 1, waits as little as can be. Beside a computation that comes
-from the left (`client.race`), whole blocks come instead, from the right. A layer is ready when all blocks have delivered it;
-a failure wakes every waiter with the error.
+Worker threads take turns at the blocks, a step at a time. Usually whole blocks come first, from the left, which are of use
+even if the source dies; then layer 0 of the last quarter, layer 1, and so on, so that the model, which reaches layer i after
+layer i - 1, waits as little as can be. Beside a computation that comes from the left (`client.race`), whole blocks come
+instead, from the right. A layer is ready when all blocks have delivered it; a failure wakes every waiter with the error.
 
 Of a layer with a window only the blocks that reach into the window at the end of the prefix are read: what lies before
 is passed over, and a block of which nothing is read is not asked for.
@@ -12,10 +12,10 @@ is passed over, and a block of which nothing is read is not asked for.
 from __future__ import annotations
 
 import heapq
+import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from kvcdn.block import BlockHeader
+from kvcdn.client.arrivals import Arrivals
 from kvcdn.client.delivery import Delivery, Order, layers_to_read
 from kvcdn.client.source import Source
 from kvcdn.errors import KvcdnError, QualityError, UnavailableError, UntrustedError
@@ -40,9 +41,9 @@ MAX_THREADS = 8
 WIDTH_BESIDE_COMPUTING = 2
 """Blocks under way at once where the model computes on the same cores: one is decoded while bytes of the other arrive."""
 
-ARRIVALS = 16
-LEAST_ARRIVALS = 5
-"""Segments over which the link's speed is taken: few enough to notice within a small part of a fetch that it has changed."""
+LAYERED_SHARE = 0.25
+LEAST_LAYERED = 2
+"""Of the blocks, that come layer by layer at the end: so many, and this share. A question's pass takes less than that."""
 
 TICK_SECONDS = 0.02
 """How often a waiter looks whether waiting is still the best it can do."""
@@ -126,7 +127,8 @@ class PrefixFetch:
         self._ranged = len(read) > STREAMED_BLOCKS
         self._narrow = min(count, WIDTH_BESIDE_COMPUTING) if device.type == "cpu" else count
         self.width = count
-        self._arrivals: deque[tuple[float, int]] = deque(maxlen=ARRIVALS)
+        self._arrivals = Arrivals()
+        self._spared = range(0)
         self._busy: set[int] = set()
         self._idle: list[tuple[tuple[int, int], Delivery]] = []
         for one in read:
@@ -184,11 +186,7 @@ class PrefixFetch:
         if self._source.failing_s() > FAILING_SECONDS:
             return 0.0
         with self._changed:
-            if len(self._arrivals) < LEAST_ARRIVALS:
-                return None
-            (since, before), (last, total) = self._arrivals[0], self._arrivals[-1]
-        taken = max(last, now - grace_s) - since
-        return (total - before) / taken if taken > 0 else None
+            return self._arrivals.rate(now, grace_s)
 
     def usable(self) -> int:
         """How many blocks from the front can be gone on from, by the model or by computing the next.
@@ -288,9 +286,7 @@ class PrefixFetch:
             self.width = self._narrow
             if not self.beside:
                 self.beside = True
-                waiting, self._idle = [one for _, one in self._idle], []
-                for one in waiting:
-                    self._queue(one)
+                self._spare(self._spared)
             self._changed.notify_all()
 
     def widen(self) -> None:
@@ -299,15 +295,26 @@ class PrefixFetch:
             self.width = len(self._threads)
             self._changed.notify_all()
 
-    def computing(self, first: int, count: int) -> None:
-        """`count` blocks from `first` on are being computed: what arrives of them does so aside."""
+    def computing(self, first: int, count: int, *, spare: bool = False) -> None:
+        """`count` blocks from `first` on are being computed: what arrives of them does so aside. With `spare` nothing does."""
         for one in self.deliveries[first : first + count]:
             one.put_aside()
+        self._spare(range(first, first + count) if spare else range(0))
 
     def not_computed(self, first: int, count: int) -> None:
         """They are not: what has arrived of them takes its place."""
         for one in self.deliveries[first : first + count]:
             one.bring_back()
+        self._spare(range(0))
+
+    def _spare(self, blocks: range) -> None:
+        """From now on no step is taken with `blocks`, and with others again."""
+        with self._changed:
+            self._spared = blocks
+            waiting, self._idle = [one for _, one in self._idle], []
+            for one in waiting:
+                self._queue(one)
+            self._changed.notify_all()
 
     def is_enough(self, first: int, count: int) -> bool:
         """Whether `count` blocks from `first` on have arrived, be it aside, so that nobody need compute them."""
@@ -320,13 +327,19 @@ class PrefixFetch:
         """They were computed meanwhile."""
         for one in self.deliveries[first : first + count]:
             one.outrun()
-        with self._changed:
-            self._changed.notify_all()
+        self._spare(range(0))
 
     # -- threads -----------------------------------------------------------------------------------------------------------
 
     def _queue(self, one: Delivery) -> None:
-        heapq.heappush(self._idle, ((-one.name.index, 0) if self.beside else (one.steps, one.name.index), one))
+        index, total = one.name.index, len(self.deliveries)
+        if self.beside:
+            rank = (1, index) if index in self._spared else (-index, 0)
+        elif index < total - max(LEAST_LAYERED, math.ceil(LAYERED_SHARE * total)):
+            rank = (index - total, 0)
+        else:
+            rank = (one.steps, index)
+        heapq.heappush(self._idle, (rank, one))
 
     def _take(self) -> Delivery | None:
         """The next block to take a step with; None when nothing is left."""
@@ -334,7 +347,7 @@ class PrefixFetch:
             while not self._closed:
                 while self._idle and self._idle[0][1].stopped:
                     heapq.heappop(self._idle)[1].close()
-                if self._idle and len(self._busy) < self.width:
+                if self._idle and len(self._busy) < self.width and self._idle[0][1].name.index not in self._spared:
                     one = heapq.heappop(self._idle)[1]
                     self._busy.add(one.name.index)
                     return one
@@ -354,7 +367,8 @@ class PrefixFetch:
                 self._fail(one, UnavailableError(f"block {one.name.address} could not be loaded: {error!r}"))
             with self._changed:
                 self._busy.discard(one.name.index)
-                self._note_arrival(one)
+                # Connections, requests and headers say little of how fast bytes come.
+                self._arrivals.note(self.bytes_fetched if one.segments_read else 0)
                 if one.arrived:
                     self.seconds = time.perf_counter() - self.started
                     if self.complete:
@@ -367,12 +381,6 @@ class PrefixFetch:
         if self._closed:
             for _, one in self._idle:
                 one.close()
-
-    def _note_arrival(self, one: Delivery) -> None:
-        """Segments are counted, from the first on: connections, requests and headers say little of how fast bytes come."""
-        total = self.bytes_fetched
-        if one.segments_read and (not self._arrivals or total > self._arrivals[-1][1]):
-            self._arrivals.append((time.perf_counter(), total))
 
     def _fail(self, failed: Delivery, error: KvcdnError) -> None:
         if failed.stopped:

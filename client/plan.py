@@ -119,8 +119,8 @@ class Work:
     `block_s` are seconds of computing each on the schedule, less what is done of the first; `prompt_s` those of the model's
     own pass over all of them: None while unknown. `wire_bytes` are what is still to come of each: 0 for what is there,
     infinite for what will not come. `link` is in bytes per second and None while unknown, `decode` likewise what the
-    fetching threads can verify and decode. `shared` is the part of the decoding time that the model loses to it. `either` is
-    set where nothing can be computed beside a fetch: all is fetched, or all is computed.
+    fetching threads can verify and decode. `shared` is how many times that time of all cores the model loses to decoding.
+    `either` is set where nothing can be computed beside a fetch: all is fetched, or all is computed.
     """
 
     block_s: Sequence[float] | None
@@ -190,15 +190,15 @@ def _meeting(work: Work, rate: float | None) -> tuple[float | None, int]:
     if work.block_s is None or rate is None or work.either:
         return None, 0
     best, computed = math.inf, 0
-    left, right = 0.0, float(sum(size for size in work.wire_bytes if math.isfinite(size)))
+    left, sizes = 0.0, [size if math.isfinite(size) else 0.0 for size in work.wire_bytes]
     lost = max((index + 1 for index, size in enumerate(work.wire_bytes) if math.isinf(size)), default=0)
-    for count, (seconds, size) in enumerate(zip(work.block_s, work.wire_bytes, strict=True), start=1):
+    for count, seconds in enumerate(work.block_s, start=1):
         left += seconds
-        right -= size if math.isfinite(size) else 0
         if count < lost:
             continue
-        arriving = 0.0 if right <= 0 else (work.latency_s + right / rate if rate > 0 else math.inf)
-        stolen = work.shared * max(right, 0) / work.decode
+        right = sum(sizes[count:])
+        arriving = 0.0 if not right else (work.latency_s + right / rate if rate > 0 else math.inf)
+        stolen = work.shared * right / work.decode
         if max(left + stolen, arriving) < best:
             best, computed = max(left + stolen, arriving), count
     return best, computed

@@ -9,10 +9,13 @@ was begun in vain costs a layer's time and not a block's.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+
+import torch
 
 from kvcdn.client.fetch import TICK_SECONDS, PrefixFetch
 from kvcdn.client.history import History, Switch
@@ -114,7 +117,8 @@ class Race:
         else:
             ratio = self._costs.ratio
             wire = [math.inf if one.lost else one.bytes_left(ratio) for one in fetch.deliveries[first:]]
-        shared = 1.0 if self._pace.on_cpu else 0.0
+        # The threads of a pass wait for each other: a core that is taken from one of them is taken from all.
+        shared = float(min(torch.get_num_threads(), os.cpu_count() or 1)) if self._pace.on_cpu else 0.0
         rate = self._rate(now, PROBE_SHARE * (prompt_s or 0.0))
         decode, latency = self._costs.decoding_rate(fetch), self._link.latency_s or 0.0
         return Work(block_s, prompt_s, wire, rate, decode, latency, shared, self._either)
@@ -215,7 +219,9 @@ class Race:
             layout = self._loaded.identity.layout
             self._prefill = ScheduledPrefill(self._loaded.model, layout, 0, layers=fetch.layers)
         start, end = running.start, running.end
-        fetch.computing(first, running.count)
+        # What would come later than it is computed is not asked for: it would take the link and the cores for nothing.
+        spare = expected.fetch is None or expected.both is None or expected.fetch >= expected.both
+        fetch.computing(first, running.count, spare=spare)
         try:
             taken = self._prefill.run_one(self._token_ids[start:end], start, partial(self._at_layer, fetch))
         except BaseException as error:

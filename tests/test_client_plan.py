@@ -222,3 +222,10 @@ def test_wishes_that_cannot_be_are_refused(wishes):
 def test_prices_are_numbers(price):
     with pytest.raises(UsageError):
         Prices(1.0, price)
+
+
+@pytest.mark.parametrize("sizes", [(0.1, 0.2, 0.3), (0.7 * 11_796_480, 0.7 * 4_377_600, 0.7 * 23_040)])
+def test_a_dead_link_does_not_make_computing_endless(sizes):
+    """What is left of estimated sizes, once all of them are taken off, is nothing: not a rounding error that never comes."""
+    found = expect(Work([1.0] * 3, 2.0, sizes, 0.0, 1e9))
+    assert (3.0, 3) == (found.both, found.computed_blocks)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from kvcdn import layout
 from kvcdn.client import MissReason, race
+from kvcdn.client import fetch as fetch_module
+from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.link import LinkEstimate
 from kvcdn.client.plan import Decision, Mode, decide
 from kvcdn.errors import MismatchError
@@ -21,6 +23,7 @@ from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.speed import Pass, prefill_speeds, remember_passes
 from kvcdn.model.tokens import Prompt
+from kvcdn.signing import TrustList
 from kvcdn.stores.memory import MemoryStore
 from support.link import SlowLink
 from support.published import publish_text
@@ -295,7 +298,7 @@ def test_an_error_of_the_model_is_raised_as_it_is(published, monkeypatch):
     link = SlowLink(of.store)
     link.hold(1000)
 
-    def fail(self, token_ids):
+    def fail(self, token_ids, start):
         raise MemoryError("no room")
 
     monkeypatch.setattr(ScheduledPrefill, "_pass", fail)
@@ -312,7 +315,7 @@ def test_a_model_that_cannot_be_gone_on_with_here_gets_no_cache(published, monke
     link.hold(1000)
     wanted = expected_answer(of)
 
-    def fail(self, token_ids):
+    def fail(self, token_ids, start):
         raise MismatchError("it was changed after loading")
 
     monkeypatch.setattr(ScheduledPrefill, "_pass", fail)
@@ -344,3 +347,54 @@ def test_speeds_are_remembered_from_what_was_computed(published):
         client.prepare(asked(of), mode="both")
     found = prefill_speeds(of.loaded).blocks
     assert found.seconds(0, BLOCK) > 0
+
+
+def fetching(of, link, **options):
+    """A fetch of the whole text by a single thread, so that its order is one."""
+    identity = of.loaded.identity
+    names = PrefixNames.of(identity, Namespace.public(), of.token_ids).blocks
+    trust = TrustList.of(of.key.public)
+    where = {"length": TOKENS, "capacity": TOKENS, "device": torch.device("cpu"), "trust": trust}
+    return PrefixFetch(link, identity, names, **where, **options)
+
+
+def until(true):
+    """Waits for a condition that is bound to come."""
+    ends = time.monotonic() + 120
+    while not true() and time.monotonic() < ends:
+        time.sleep(0.005)
+    assert true()
+
+
+def test_whole_blocks_come_first_and_layers_last(published, monkeypatch):
+    """A source that dies half-way leaves blocks to go on behind, and not the first layers of all."""
+    monkeypatch.setattr(fetch_module, "MAX_THREADS", 1)
+    of = published("llama")
+    link = SlowLink(of.store)
+    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
+    sizes = [of.store.stat(block_key(of.loaded.identity.tag, name.address)).size for name in names]
+    link.hold(sum(sizes[:3]))
+    fetch = fetching(of, link)
+    until(lambda: fetch.usable() == 3)
+    assert [0, 0] == [one.received for one in fetch.deliveries[3:]]
+    link.let_through(sizes[3])
+    until(lambda: fetch.deliveries[4].header is not None)
+    assert not fetch.deliveries[3].complete
+    fetch.close()
+
+
+def test_what_is_spared_is_not_asked_for_until_it_is_wanted_again(published, monkeypatch):
+    """A pass that is sooner than the link leaves it to the others; one that is given up has its blocks fetched after all."""
+    monkeypatch.setattr(fetch_module, "MAX_THREADS", 1)
+    of = published("llama")
+    link = SlowLink(of.store)
+    link.hold()
+    fetch = fetching(of, link, beside=True)
+    fetch.computing(0, 2, spare=True)
+    link.let_through(of.result.stored_bytes)
+    until(lambda: all(one.arrived for one in fetch.deliveries[2:]))
+    time.sleep(0.05)
+    assert [0, 0] == [one.received for one in fetch.deliveries[:2]]
+    fetch.not_computed(0, 2)
+    until(lambda: fetch.complete)
+    fetch.close()

@@ -45,3 +45,13 @@ def test_sorts_of_passes_are_remembered_apart(tiny_llama):
     remember_prefill(loaded, 400, 9.0, behind=100)
     found = prefill_speeds(loaded)
     assert (2.0, 9.0, True) == (found.rest(0, 400), pytest.approx(found.rest(100, 400)), found.anew(100, 400))
+
+
+def test_a_disturbed_pass_hardly_counts_and_a_fast_one_does(tiny_llama):
+    """A busy machine makes a pass slower, a hundred times if need be; nothing makes it faster than it is."""
+    loaded = load_model(str(tiny_llama))
+    remember_passes(loaded, [Pass(0, 100, 1.0)])
+    remember_passes(loaded, [Pass(0, 100, 100.0)])
+    assert 1.125 == pytest.approx(prefill_speeds(loaded).blocks.seconds(0, 100))
+    remember_passes(loaded, [Pass(0, 100, 0.5)])
+    assert 0.5 == pytest.approx(prefill_speeds(loaded).blocks.seconds(0, 100))

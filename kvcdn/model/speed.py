@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -27,6 +27,10 @@ _LEAST_TOKENS = 64
 
 _KEPT_PASSES = 48
 """Measurements kept of each sort, the oldest go: enough positions for a line."""
+
+_SLOWER = 1.25
+"""A pass counts as at most so many times slower than those before it. What disturbs a machine makes passes slower, many times
+where it has other work, and never faster: so a faster one counts at once, and a slower machine is learnt in a few runs."""
 
 _LARGEST = 1e9
 """Above any position and any duration in seconds; what is said to be more is damaged."""
@@ -129,8 +133,7 @@ def remember_passes(loaded: LoadedModel, passes: Iterable[Pass], *, sort: Sort =
     known = {(one.start, one.end): one for one in _read(entry.get(sort))}
     for one in counted:
         before = known.pop((one.start, one.end), one)
-        # Half of each: one slow run among many does not decide.
-        known[one.start, one.end] = Pass(one.start, one.end, (before.seconds + one.seconds) / 2)
+        known[one.start, one.end] = replace(one, seconds=min(one.seconds, (1 + _SLOWER) / 2 * before.seconds))
     kept = [[one.start, one.end, round(one.seconds, 6)] for one in list(known.values())[-_KEPT_PASSES:]]
     memory.put(_key(loaded), {**entry, sort: kept})
 
