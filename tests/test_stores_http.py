@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import pytest
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
+from kvcdn.store import STREAM_CHUNK_BYTES
 from kvcdn.stores import body, http
 from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore
+from kvcdn.stores.span import Span
 from support.faults import Fault, FaultyLink, faulty_link
 from support.web import Answer, Web, running_web
 
@@ -213,6 +215,20 @@ def test_cut_body_is_resumed(web: Web, link: FaultyLink, reset: bool, ignores_ra
     link.inject(Fault(when=b"GET /", pass_bytes=700_000, reset=reset))
     assert DATA[100:1_900_000] == HttpStore(link.url).read("a", 100, 1_899_900)
     assert 0 == link.pending
+
+
+def test_first_pieces_are_small():
+    """Until an envelope's worth has come no more is waited for at once, however little the first packet held."""
+    asked: list[int] = []
+
+    def read(size: int) -> bytes:
+        asked.append(size)
+        return bytes(7_000 if len(asked) == 1 else size)
+
+    size = 3 << 20
+    came = body.Body(read, lambda: None, 0, size, "")
+    assert size == len(b"".join(body.resumed(came, Span(0, None), lambda _: came, "an object")))
+    assert [body.FIRST_BYTES, body.FIRST_BYTES, STREAM_CHUNK_BYTES] == asked[:3]
 
 
 def test_body_that_is_always_cut(link: FaultyLink, monkeypatch: pytest.MonkeyPatch):

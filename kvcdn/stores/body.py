@@ -24,7 +24,7 @@ SLOWEST_BYTES_PER_SECOND = 16 * 1024
 stall limit would otherwise hold its reader for ever, and any model prefills faster than this."""
 
 FIRST_BYTES = 64 * 1024
-"""Most of the first piece: an envelope is in it, and whoever waits for that does not wait for more."""
+"""Pieces are no larger until so much has come: an envelope is in it, and whoever waits for that does not wait for more."""
 
 MAX_SKIP_BYTES = 64 << 20
 """Most that is read and thrown away at a server that ignores ranges: beyond the size of any block."""
@@ -80,11 +80,13 @@ def resumed(body: Body, span: Span, reopen: Callable[[Span], Body], where: str) 
     Raises UnavailableError when the connection breaks too often, is too slow, or leads to another object than before.
     """
     position, stop = span.clip(body.size)
-    skip, waited, resumes, wanted, most = body.skip, 0.0, 0, stop - position, FIRST_BYTES
+    skip, waited, resumes, wanted = body.skip, 0.0, 0, stop - position
     try:
         yield b""
         while position < stop:
             began = time.monotonic()
+            # The first piece may be no more than what came in one packet with the answer's head.
+            most = FIRST_BYTES if position + wanted < stop + FIRST_BYTES else STREAM_CHUNK_BYTES
             try:
                 piece = _some(body, min(skip + stop - position, most))
             except BrokenBodyError as error:
@@ -103,7 +105,6 @@ def resumed(body: Body, span: Span, reopen: Callable[[Span], Body], where: str) 
             position += len(piece)
             if piece:
                 yield piece
-            most = STREAM_CHUNK_BYTES
     finally:
         body.close()
 
