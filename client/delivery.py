@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,7 @@ from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.layout import Layout
 from kvcdn.model.bases import Bases
 from kvcdn.model.cache import CacheLayer
-from kvcdn.model.layers import TORCH_DTYPES
+from kvcdn.model.layers import TORCH_DTYPES, TokenMajorLayer
 from kvcdn.model.prefill import tensor_bytes
 from kvcdn.model.states import WithStates
 from kvcdn.seal import ObjectKeys
@@ -57,6 +57,8 @@ class Order:
     max_kl: float | None = None
     last: int = -1
     whole: bool = False
+    memory: dict[int, tuple[list[torch.Tensor], list[memoryview]]] = field(default_factory=dict)
+    """The tensors of layers on the CPU, and their bytes: looked at once, not once a block. To be cleared when all is there."""
 
 
 class Delivery:
@@ -184,17 +186,38 @@ class Delivery:
         started = time.perf_counter()
         if self._rows_taken and self._aside is None:
             self._aside = self._room_aside()
-        places = self.places(layer) if self._aside is None else self._aside[layer]
-        on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
         if self._keys is None:
             raise RuntimeError("a layer is read before its header")
         order = self._order
         basis = order.bases.get(header.basis, order.trust).tensors[layer] if header.basis else ()
-        open_segment(header, self._keys, layer, stored, scratch, [tensor_bytes(tensor) for tensor in on_cpu], basis)
-        for place, tensor in zip(places, on_cpu, strict=True):
+        places: list[torch.Tensor] = []
+        outs = self._bytes_in_place(layer) if self._aside is None else None
+        if outs is None:
+            places = self.places(layer) if self._aside is None else self._aside[layer]
+            on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
+            outs = [tensor_bytes(tensor) for tensor in on_cpu]
+        open_segment(header, self._keys, layer, stored, scratch, outs, basis)
+        for place, tensor in zip(places, on_cpu if places else (), strict=True):
             if place is not tensor:
                 place.copy_(tensor)
         self.decoding += time.perf_counter() - started
+
+    def _bytes_in_place(self, layer: int) -> list[memoryview] | None:
+        """The memory of what `places` names, where that is rows on the CPU and nothing else."""
+        held, name = self._layers[layer], self.name
+        if not isinstance(held, TokenMajorLayer) or held.device.type != "cpu" or name.start < held.first:
+            return None
+        if self._checkpoint and isinstance(held, WithStates):
+            return None
+        tensors, memory = self._order.memory.get(layer, (None, []))
+        if tensors is not held.storage:
+            memory = [tensor_bytes(tensor) for tensor in held.storage]
+            self._order.memory[layer] = held.storage, memory
+        specs, first = self._order.model.layout.layers[layer].tensors, held.first
+        return [
+            whole[(name.start - first) * spec.bytes_per_token : (name.end - first) * spec.bytes_per_token]
+            for whole, spec in zip(memory, specs, strict=True)
+        ]
 
     def places(self, layer: int) -> list[torch.Tensor]:
         """Where the tensors of a layer go, or, once it is complete, are: rows, and states where the block carries them."""

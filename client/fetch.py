@@ -112,7 +112,7 @@ class PrefixFetch:
             for index, spec in enumerate(specs)
         ]
         self._read_from = starts
-        order = Order(
+        self._order = order = Order(
             self._source, model, trust, Bases(self._source.read, model), max_kl, blocks[-1].index if blocks else -1, whole
         )
         self.deliveries = [Delivery(order, name, wanted[name.index], self.layers) for name in blocks]
@@ -273,6 +273,9 @@ class PrefixFetch:
             one.stop()
         self._source.abort()
         self._join()
+        # Whoever watches holds this fetch, in a circle: the memory of the layers would wait for the garbage collector.
+        self._watch = None
+        self._order.memory.clear()
 
     def _join(self) -> None:
         for thread in self._threads:
@@ -372,6 +375,7 @@ class PrefixFetch:
                 if one.arrived:
                     self.seconds = time.perf_counter() - self.started
                     if self.complete:
+                        self._order.memory.clear()
                         self._settled.set()
                 elif not one.stopped:
                     self._queue(one)

@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcdn.errors import MismatchError
 from kvcdn.layout import LayerSpec
+from kvcdn.model.memory import empty_tensors
 
 GROWTH_TOKENS = 256
 """Room added whenever a layer is full: a copy of the cache every 256 decoded tokens instead of every one."""
@@ -71,10 +72,9 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         super().__init__(**library)
         self.device = device
         self.first = first
-        self.storage = storage or [
-            torch.empty(tensor.shape(capacity - first), dtype=TORCH_DTYPES[tensor.dtype], device=device)
-            for tensor in spec.tensors
-        ]
+        self.storage = storage or empty_tensors(
+            [(tensor.shape(capacity - first), TORCH_DTYPES[tensor.dtype]) for tensor in spec.tensors], device
+        )
         self.is_initialized = True
         self._borrowed = False
         self._shared = storage is not None
@@ -143,7 +143,8 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         if self._borrowed or end - self.first > self.storage[0].shape[0]:
             self._grow(length, end + GROWTH_TOKENS, self._first_kept(length))
         elif self._singles == _DECODING and self.device.type == "cpu" and self._is_token_major() and not self._shared:
-            self._grow(length, end + GROWTH_TOKENS, self.first)
+            # As large as it was: then the memory of one layer serves the next.
+            self._grow(length, self.first + self.storage[0].shape[0], self.first)
         require_dtype(self.storage, (key_states, value_states))
         for tensor, states in zip(self.rows(length, end)[:2], (key_states, value_states), strict=True):
             tensor.copy_(states[0].transpose(0, 1))
@@ -161,12 +162,12 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
     def _grow(self, length: int, capacity: int, first: int) -> None:
         """Makes room for tokens up to `capacity`, and lets go of those before `first`; while decoding, head by head."""
         by_head = self.device.type == "cpu" and (self._singles >= _DECODING or not self._is_token_major())
-        grown = []
-        for tensor in self.storage:
-            tokens, heads, dim = capacity - first, *tensor.shape[1:]
-            grown.append(
-                tensor.new_empty((heads, tokens, dim)).transpose(0, 1) if by_head else tensor.new_empty((tokens, heads, dim))
-            )
+        shapes = [(capacity - first, *tensor.shape[1:]) for tensor in self.storage]
+        if by_head:
+            shapes = [(heads, tokens, dim) for tokens, heads, dim in shapes]
+        grown = empty_tensors([(shape, tensor.dtype) for shape, tensor in zip(shapes, self.storage, strict=True)], self.device)
+        if by_head:
+            grown = [tensor.transpose(0, 1) for tensor in grown]
         for old, new in zip(self.rows(first, length), grown, strict=True):
             new[: length - first].copy_(old)
         self.storage, self.first, self._borrowed, self._shared = grown, first, False, False
