@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -33,6 +34,14 @@ _HEADER_BYTES_PER_LAYER = 640
 """What a header has for each layer, two parts and four hashes and numbers, rounded up."""
 
 
+REMEMBERED_HEADERS = 128
+REMEMBERED_BYTES = 64 * 1024
+"""Headers that are read once, if no longer than this: a prompt's blocks are often those of the prompt before, and reading the
+header of one of 30 layers takes a millisecond."""
+
+_remembered_header = lru_cache(REMEMBERED_HEADERS)(open_header)
+
+
 def layers_to_read(layout: Layout, name: BlockName, first_needed: Sequence[int], *, states: bool) -> list[bool]:
     """Of which layers the block `name` is wanted by a reader who needs rows from `first_needed` on, and its `states` or not."""
     wanted: list[bool] = []
@@ -41,6 +50,21 @@ def layers_to_read(layout: Layout, name: BlockName, first_needed: Sequence[int],
         rows = name.end > first if spec.tensors else bool(wanted) and wanted[-1]
         wanted.append(states if spec.states and not spec.tensors else rows)
     return wanted
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """The memory of a layer's `tensors`, which begin at token `first`: each as bytes, with the bytes of a row."""
+
+    tensors: list[torch.Tensor]
+    first: int
+    places: list[tuple[memoryview, int]]
+
+    @classmethod
+    def of(cls, layer: TokenMajorLayer) -> LayerMemory:
+        """Of a layer on the CPU."""
+        places = [(tensor_bytes(tensor), tensor.nbytes // tensor.shape[0]) for tensor in layer.storage]
+        return cls(layer.storage, layer.first, places)
 
 
 @dataclass(frozen=True)
@@ -57,8 +81,8 @@ class Order:
     max_kl: float | None = None
     last: int = -1
     whole: bool = False
-    memory: dict[int, tuple[list[torch.Tensor], list[memoryview]]] = field(default_factory=dict)
-    """The tensors of layers on the CPU, and their bytes: looked at once, not once a block. To be cleared when all is there."""
+    memory: dict[int, LayerMemory] = field(default_factory=dict)
+    """Of layers on the CPU: looked at once, not once a block. To be cleared when all is there."""
 
 
 class Delivery:
@@ -153,7 +177,8 @@ class Delivery:
         ahead = _HEADER_BYTES_PER_LAYER * len(self.wanted) if self._passing else _EVERYTHING
         preamble = bytes(reader.read_exact(PREAMBLE_BYTES, ahead))
         envelope = preamble + bytes(reader.read_exact(envelope_size(preamble, BLOCK_MAGIC, what) - PREAMBLE_BYTES))
-        header = open_header(envelope, what)
+        # The same bytes are the same header, and their signature holds; whether its publisher is trusted is asked anew.
+        header = (_remembered_header if len(envelope) <= REMEMBERED_BYTES else open_header)(envelope, what)
         self._order.trust.require(header.publisher, what)
         header.require(self._order.model, self.name, what)
         header.require_quality(self._order.max_kl, what)
@@ -204,20 +229,15 @@ class Delivery:
 
     def _bytes_in_place(self, layer: int) -> list[memoryview] | None:
         """The memory of what `places` names, where that is rows on the CPU and nothing else."""
-        held, name = self._layers[layer], self.name
-        if not isinstance(held, TokenMajorLayer) or held.device.type != "cpu" or name.start < held.first:
+        held, known = self._layers[layer], self._order.memory.get(layer)
+        if known is None or known.tensors is not getattr(held, "storage", None):
+            if not isinstance(held, TokenMajorLayer) or held.device.type != "cpu":
+                return None
+            known = self._order.memory[layer] = LayerMemory.of(held)
+        start, end = self.name.start - known.first, self.name.end - known.first
+        if start < 0 or (self._checkpoint and isinstance(held, WithStates)):
             return None
-        if self._checkpoint and isinstance(held, WithStates):
-            return None
-        tensors, memory = self._order.memory.get(layer, (None, []))
-        if tensors is not held.storage:
-            memory = [tensor_bytes(tensor) for tensor in held.storage]
-            self._order.memory[layer] = held.storage, memory
-        specs, first = self._order.model.layout.layers[layer].tensors, held.first
-        return [
-            whole[(name.start - first) * spec.bytes_per_token : (name.end - first) * spec.bytes_per_token]
-            for whole, spec in zip(memory, specs, strict=True)
-        ]
+        return [memory[start * row : end * row] for memory, row in known.places]
 
     def places(self, layer: int) -> list[torch.Tensor]:
         """Where the tensors of a layer go, or, once it is complete, are: rows, and states where the block carries them."""

@@ -122,8 +122,7 @@ class PrefixFetch:
         self.started = time.perf_counter()
         self.seconds = 0.0
         read = [one for one in self.deliveries if not one.complete]
-        # One more than cores, since some always wait for bytes.
-        count = max(1, min(len(read), (os.cpu_count() or 1) + 1, MAX_THREADS))
+        count = max(1, min(len(read), (os.cpu_count() or 1) + 1, MAX_THREADS))  # one more: some always wait for bytes
         self._ranged = len(read) > STREAMED_BLOCKS
         self._narrow = min(count, WIDTH_BESIDE_COMPUTING) if device.type == "cpu" else count
         self.width = count
@@ -273,8 +272,7 @@ class PrefixFetch:
             one.stop()
         self._source.abort()
         self._join()
-        # Whoever watches holds this fetch, in a circle: the memory of the layers would wait for the garbage collector.
-        self._watch = None
+        self._watch = None  # who watches holds this fetch: in a circle, memory would wait for the garbage collector
         self._order.memory.clear()
 
     def _join(self) -> None:
@@ -390,8 +388,7 @@ class PrefixFetch:
         if failed.stopped:
             return
         if not self._mendable:
-            # Who uses the prefix up to a gap has no use for what is behind it.
-            ended = self.deliveries[failed.name.index :]
+            ended = self.deliveries[failed.name.index :]  # nobody has a use for what is behind a gap
         else:
             ended = self.deliveries if isinstance(error, _OF_ALL) else [failed]
         for one in ended:

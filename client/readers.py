@@ -20,7 +20,8 @@ class StreamReader:
 
     def read_exact(self, count: int, ahead: int = RANGE_BYTES) -> memoryview:  # noqa: ARG002 - all of it is on its way
         if len(self._buffer) < count:
-            self._buffer = bytearray(count)
+            # An eighth more: segments are of about the same size, and many a little larger than all before.
+            self._buffer = bytearray(count + count // 8)
         view = memoryview(self._buffer)[:count]
         if self._transfer.read_into(view) < count:
             raise CorruptError(f"{self._key} is truncated: it ends before its header says")

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcdn import canonical
 from kvcdn.codec import CODECS, LOSSY_CODECS
 from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError
@@ -64,16 +63,25 @@ class Segment:
 
     @property
     def descriptor(self) -> bytes:
-        """What encryption binds: the segment without what depends on the ciphertext or its place."""
-        return canonical.encode_checked(self._descriptor())
-
-    def _descriptor(self) -> dict[str, Any]:
-        parts = [part.to_json() for part in self.parts]
-        return {"kind": self.kind, "layer": self.layer, "length": self.length, "parts": parts}
+        """What encryption binds: the segment without what depends on the ciphertext or its place, in canonical JSON."""
+        # By hand, since it is needed for every segment on the way to the first token; all strings in it are of our own lists.
+        parts = ",".join(
+            f'{{"codec":"{part.codec}","dtype":"{part.dtype}","length":{part.length},"name":"{part.name}",'
+            f'"shape":[{",".join(map(str, part.shape))}]}}'
+            for part in self.parts
+        )
+        return f'{{"kind":"{self.kind}","layer":{self.layer},"length":{self.length},"parts":[{parts}]}}'.encode("ascii")
 
     def to_json(self) -> dict[str, Any]:
-        hashes = {"blake3": str(self.blake3), "offset": self.offset, "raw_digest": str(self.raw_digest)}
-        return {**self._descriptor(), **hashes}
+        return {
+            "blake3": str(self.blake3),
+            "kind": self.kind,
+            "layer": self.layer,
+            "length": self.length,
+            "offset": self.offset,
+            "parts": [part.to_json() for part in self.parts],
+            "raw_digest": str(self.raw_digest),
+        }
 
 
 def read_segments(values: Sequence[Any], what: str) -> tuple[Segment, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -62,6 +64,34 @@ def test_prepared_inputs_work_with_stock_generate_and_forward(published):
         prepared = client.prepare(prompt)
         reused = prepared.report.tokens_reused
         assert 2500 == reused == prepared.cache.get_seq_length()
+
+
+@pytest.mark.parametrize("mode", ["fetch", "both"])
+def test_a_cache_leaves_with_its_last_view(published, mode):
+    """Without the garbage collector's help, so that its memory serves the next prompt's."""
+    with published.client(mode=mode) as client:
+        prompt = client.question(published.text, QUESTION)
+        client.prepare(prompt)
+        gc.collect()
+        gc.disable()
+        try:
+            prepared = client.prepare(prompt)
+            layers = [weakref.ref(layer) for layer in prepared.cache.layers]
+            assert 2500 == prepared.report.tokens_reused + prepared.report.tokens_computed
+            del prepared
+            assert [None] * len(layers) == [layer() for layer in layers]
+        finally:
+            gc.enable()
+
+
+def test_a_header_that_somebody_else_has_read_is_not_trusted_for_it(published):
+    """Headers are read once; whom to trust is asked for every prompt."""
+    with published.client() as client:
+        assert client.ask(published.text, QUESTION, **GREEDY).report.tokens_reused == 2500
+    with published.client(trust=TrustList.of(SigningKey.generate().public)) as stranger:
+        answer = stranger.ask(published.text, QUESTION, **GREEDY)
+        assert (0, MissReason.UNTRUSTED) == (answer.report.tokens_reused, answer.report.reason)
+        assert alone(published, stranger.question(published.text, QUESTION)) == answer.token_ids
 
 
 LENGTHS = {

@@ -10,6 +10,7 @@ from attacks.forge import MODEL, NAMES, PRODUCER, PUBLISHER, raw_tensors, sound_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcdn import canonical
 from kvcdn.block import open_header, open_segment, part_slices, seal_block
 from kvcdn.digest import Digest, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, MAX_ENVELOPE_BYTES, PREAMBLE_BYTES, envelope_size
@@ -83,6 +84,14 @@ def test_every_writing_has_its_own_salt_and_key() -> None:
         assert left.blake3 != right.blake3
         assert left.raw_digest != right.raw_digest
         assert left.descriptor == right.descriptor
+
+
+def test_a_descriptor_is_canonical_json() -> None:
+    """What encryption binds is a part of the header, in the same form."""
+    for data in sound_blocks():
+        for segment in open_header(data, "block").segments:
+            described = {key: segment.to_json()[key] for key in ("kind", "layer", "length", "parts")}
+            assert canonical.encode(described) == segment.descriptor
 
 
 def test_size_is_known_from_the_preamble() -> None:

@@ -98,7 +98,13 @@ class ScheduledPrefill:
         for number, layer in enumerate(self._layers):
             layer.declare(start)
             layer.await_with(partial(at_layer, number))
-        return self._pass(token_ids, start)
+        try:
+            return self._pass(token_ids, start)
+        except BaseException:
+            # Whoever is called at layers holds them, in a circle: their memory would wait for the garbage collector.
+            for layer in self._layers:
+                layer.declare(start)
+            raise
 
     def _is_checkpoint(self, start: int, end: int) -> bool:
         return self._layout.is_checkpoint(start // self._layout.block_tokens, end - start)
