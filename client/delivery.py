@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -317,6 +318,13 @@ class Delivery:
                 break
             total += segment.length
         return total
+
+
+class Held(Protocol):
+    """What this host has of a prefix already."""
+
+    def fill(self, delivery: Delivery) -> None:
+        """Fills the block of `delivery`, if what is wanted of it is here."""
 
 
 def raw_bytes(layout: Layout, name: BlockName, wanted: Sequence[bool]) -> int:
