@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ from transformers.cache_utils import Cache
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes, can_hold
 from kvcdn.client.match import PublishedPrefix, find_in_precisions
-from kvcdn.client.plan import NEAR, Aim, Mode, seconds
+from kvcdn.client.plan import NEAR, SAFE_SHARE, Aim, Mode, seconds
 from kvcdn.client.race import Race
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.spans import traceparent
@@ -25,6 +26,9 @@ from kvcdn.model.load import LoadedModel
 from kvcdn.model.speed import prefill_speeds
 from kvcdn.model.tokens import Prompt
 from kvcdn.trail import Trail, current, following
+
+_LEAST_FAILING_SECONDS = 0.2
+"""A lookup is tried again for so long, also where a prefill is short: a connection that broke is no edge that is down."""
 
 
 class Attempt:
@@ -48,6 +52,7 @@ class Attempt:
         with following(trail):
             # One budget of time and retries for the prompt, whatever it asks for.
             session = supply.source.session() if tally is None else supply.source.session(tally=tally)
+        self._session = session
         self._supply = supply = replace(supply, source=session)
         self._identity = loaded.identity
         self._fetched: FetchedPrefix | None = None
@@ -171,6 +176,9 @@ class Attempt:
 
     def _match(self) -> PublishedPrefix:
         started, supply = time.perf_counter(), self._supply
+        whole = prefill_speeds(self._loaded).rest(0, len(self.prompt.token_ids))
+        if whole is not None and self._aim.mode is not Mode.FETCH:
+            self._session.hurry(max(SAFE_SHARE * whole, _LEAST_FAILING_SECONDS))
         try:
             self._revoked.require_model(self._identity.tag)
             self._identity, published = find_in_precisions(
@@ -181,6 +189,7 @@ class Attempt:
             self.report.miss(error)
             return PublishedPrefix(())
         finally:
+            self._session.hurry(math.inf)
             self.report.seconds["match"] = time.perf_counter() - started
 
     def _without_revoked(self, published: PublishedPrefix) -> PublishedPrefix:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 
@@ -337,6 +338,13 @@ class Delivery:
                 break
             total += segment.length
         return total
+
+
+class Held(Protocol):
+    """What this host has of a prefix already."""
+
+    def fill(self, delivery: Delivery) -> None:
+        """Fills the block of `delivery`, if what is wanted of it is here."""
 
 
 def raw_bytes(layout: Layout, name: BlockName, wanted: Sequence[bool]) -> int:

@@ -86,6 +86,10 @@ class _FallbackSession:
     def failing_s(self) -> float:
         return (self._origin if self._failed else self._edges).failing_s()
 
+    def hurry(self, failing_s: float) -> None:
+        self._edges.hurry(failing_s)
+        self._origin.hurry(failing_s)
+
     def abort(self) -> None:
         self._edges.abort()
         self._origin.abort()

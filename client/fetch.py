@@ -18,13 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from kvcdn.block import BlockHeader
 from kvcdn.client.arrivals import Arrivals
-from kvcdn.client.delivery import Delivery, Order, layers_to_read
+from kvcdn.client.delivery import Delivery, Held, Order, layers_to_read
 from kvcdn.client.source import Source
 from kvcdn.errors import KvcdnError, QualityError, UnavailableError, UntrustedError
 from kvcdn.keys import BlockName, ModelIdentity
@@ -59,13 +58,6 @@ _OF_ALL = (UnavailableError, UntrustedError, QualityError)
 
 _LINK_BOUND_SHARE = 0.6
 """Threads that spend more of their time than this waiting for bytes leave the cores to the model."""
-
-
-class Held(Protocol):
-    """What this host has of a prefix already."""
-
-    def fill(self, delivery: Delivery) -> None:
-        """Fills the block of `delivery`, if what is wanted of it is here."""
 
 
 class PrefixFetch:

@@ -65,6 +65,8 @@ class Budget:
         self.stall_s, self._sick_s = stall_s, sick_s
         self._lost, self._lost_until = 0.0, -math.inf
         self._requests, self._retries = 0, 0
+        self.failing_limit_s = math.inf
+        """Requests that have failed for so long are not tried again after a pause."""
         self.failing_since: float | None = None
         """When requests began to fail, if nothing has come since."""
         self.trail = current() or Trail.of(None)
@@ -101,6 +103,9 @@ class Budget:
         """Whether one more retry, after `pause` seconds, is affordable; if so, it counts."""
         with self._lock:
             affordable = self._retries < RETRIES_ALWAYS + RETRY_SHARE * self._requests
+            failing = 0.0 if self.failing_since is None else self.clock() - self.failing_since
+            if pause and failing + pause > self.failing_limit_s:
+                return False
             if not affordable or pause > LONGEST_PAUSE_SECONDS or self._lost + pause >= self._sick_s:
                 return False
             self._retries += 1

@@ -142,6 +142,8 @@ class Expected:
     both: float | None
     computed_blocks: int = 0
     """How many blocks `both` computes."""
+    arriving: float | None = None
+    """Seconds until all has been fetched that will come, as `fetch` where nothing is lost."""
 
     def of(self, mode: Mode) -> float | None:
         return {Mode.FETCH: self.fetch, Mode.COMPUTE: self.compute, Mode.BOTH: self.both}[mode]
@@ -175,14 +177,13 @@ class Progress:
 def expect(work: Work) -> Expected:
     """What each option takes from now on."""
     rate = None if work.link is None else min(work.link, work.decode)
-    missing = sum(work.wire_bytes)
-    fetch = 0.0 if not missing else None
-    if missing and math.isinf(missing):
-        fetch = math.inf
-    elif missing and rate is not None:
-        fetch = work.latency_s + missing / rate if rate > 0 else math.inf
+    coming = sum(size for size in work.wire_bytes if math.isfinite(size))
+    arriving = None if coming else 0.0
+    if coming and rate is not None:
+        arriving = work.latency_s + coming / rate if rate > 0 else math.inf
+    fetch = arriving if all(map(math.isfinite, work.wire_bytes)) else math.inf
     both, computed = _meeting(work, rate)
-    return Expected(fetch, work.prompt_s, both, computed)
+    return Expected(fetch, work.prompt_s, both, computed, arriving)
 
 
 def _meeting(work: Work, rate: float | None) -> tuple[float | None, int]:

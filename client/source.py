@@ -68,6 +68,9 @@ class Session(Source, Protocol):
     def failing_s(self) -> float:
         """For how many seconds requests have been failing, and nothing has come; 0 while all is well."""
 
+    def hurry(self, failing_s: float) -> None:
+        """From now on requests that have failed for so long are tried again only where another source is left."""
+
     def abort(self) -> None:
         """From any thread: whatever waits for this prompt, and every later call, raises UnavailableError at once."""
 

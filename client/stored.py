@@ -108,6 +108,9 @@ class _StoreSession:
         """A store tries again by itself, and does not tell."""
         return 0.0
 
+    def hurry(self, failing_s: float) -> None:
+        """A store's retries are its own."""
+
     def abort(self) -> None:
         self._patience.abort()
 

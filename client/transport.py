@@ -175,6 +175,9 @@ class _EdgeSession:
         since = self._patience.budget.failing_since
         return 0.0 if since is None else self._patience.clock() - since
 
+    def hurry(self, failing_s: float) -> None:
+        self._patience.budget.failing_limit_s = failing_s
+
     def abort(self) -> None:
         self._patience.abort()
 

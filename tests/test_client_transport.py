@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import socket
 import struct
@@ -687,3 +688,14 @@ def test_asked_range_of_the_script_is_the_requests():
     assert (5, 100) == asked_range(b"Range: bytes=5-\r\n", 100)
     assert (0, 100) == asked_range(b"", 100)
     assert issubclass(UnavailableError, KvcdnError)
+
+
+@pytest.mark.parametrize(("limit_s", "tries"), [(math.inf, 4), (0.0, 1)])
+def test_a_prompt_in_a_hurry_does_not_wait_for_an_edge_that_is_down(limit_s, tries):
+    """What is sooner computed is not waited for: a request that has failed is tried again at once, elsewhere, or not at all."""
+    budget = patience.Budget(1.0, 20.0, time.monotonic)
+    budget.failing_limit_s = limit_s
+    budget.failed()
+    pauses = (0.05, 0.1, 0.2, 0.4)
+    assert tries == 1 + sum(budget.may_retry(pause) for pause in pauses[:3])
+    assert budget.may_retry(0.0)

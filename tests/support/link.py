@@ -117,6 +117,9 @@ class SlowSession:
     def failing_s(self) -> float:
         return 0.0
 
+    def hurry(self, failing_s: float) -> None:
+        """Nothing is tried again."""
+
     def abort(self) -> None:
         for reader in self._readers:
             reader.abort()
