@@ -152,7 +152,7 @@ def test_tile_is_a_product_of_matrices() -> None:
     left, right = rng.integers(-300, 300, (8, 10), np.int16), rng.integers(-127, 128, (10, 2 * TILE), np.int16)
     table = np.ascontiguousarray(right.reshape(5, 2, -1).transpose(0, 2, 1)).view(np.int32)[..., 0]
     sums = np.zeros((8, 2 * TILE), np.int32)
-    multiply_tile(np.array([0, 3, 4, 9], np.int32), 3, left.view(np.int32), 4, table, TILE, sums)
+    multiply_tile(np.full((8, 4), [0, 3, 4, 9], np.int32), 3, left.view(np.int32), 4, table, TILE, sums)
     used = [0, 1, 6, 7, 8, 9]
     product = left[4:, used].astype(np.int64) @ right[used, TILE:]
     assert product.tolist() == sums[4 : 4 + ABREAST, TILE:].tolist()

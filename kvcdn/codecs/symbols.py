@@ -23,8 +23,8 @@ _VERSION = bytes(FileCompressor().write_header())
 _DECOMPRESSOR, _ = FileDecompressor.new(_VERSION)
 """Of that version; it keeps nothing of what it reads."""
 
-_PLAIN = 0
-"""The first byte of a chunk's description: classic mode, no deltas. Others may ask for memory of any size."""
+_BEGINNING = _VERSION + b"\0"
+"""And behind it the first byte of a chunk's description: classic mode, no deltas. Others may ask for memory of any size."""
 
 _STOPPING = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -51,12 +51,11 @@ def read_symbols(stream: Buffer, symbols: Symbols, what: str) -> None:
         if len(stream):
             raise CorruptError(f"{what}: a stream of no symbols has {len(stream)} bytes")
         return
-    start = len(_VERSION)
     data = bytes(stream)
-    if data[:start] != _VERSION or data[start : start + 1] != bytes([_PLAIN]):
+    if not data.startswith(_BEGINNING):
         raise CorruptError(f"{what}: a stream of symbols asks for what the format does not allow")
     try:
-        used = start + _read_chunk(data[start:], symbols)
+        used = len(_VERSION) + _read_chunk(data[len(_VERSION) :], symbols)
     except _STOPPING:
         raise
     except BaseException as error:  # noqa: BLE001 - a panic of the library's is no Exception

@@ -4,7 +4,9 @@ Tokens are taken by ascending exponent, some at a time. Their symbols are put on
 these are multiplied with the integers of the basis, two components and a tile of dimensions at a time, where not all are zero;
 and what comes of them is scaled, turned and rounded while it is near.
 
-Exponents and levels are counted from the least that the format has: they are places in arrays.
+Exponents and levels are counted from the least that the format has: they are places in arrays. Small functions take whole
+arrays and places in them: a slice for each line takes as long as what is done there. A place that is not a loop's own number is
+made unsigned, so that it cannot be one that is counted from the end: such loops are done many numbers at a time.
 """
 
 from __future__ import annotations
@@ -154,35 +156,43 @@ def _fill_lines(symbols: Symbols, runs: Places, starts: Places, wide: Places, ex
             source += step
 
 
-def _list_pairs(pairs: Ints, begin: int, end: int, which: Ints) -> int:
-    """Lists which pairs from `begin` to `end` are not zero on all of the lines of a tile; returns how many those are."""
-    first, second, third, fourth = pairs[0, begin:end], pairs[1, begin:end], pairs[2, begin:end], pairs[3, begin:end]
+def _list_pairs(pairs: Ints, line: int, begin: int, end: int, which: Ints) -> int:
+    """Lists which pairs from `begin` to `end` are not zero on all four lines from `line` on; returns how many those are."""
     found = 0
-    for pair in range(end - begin):
-        which[found] = begin + pair
-        if first[pair] | second[pair] | third[pair] | fourth[pair]:
+    for number in range(end - begin):
+        pair = np.uintp(begin + number)
+        which[line, np.uintp(found)] = begin + number
+        if pairs[line, pair] | pairs[line + 1, pair] | pairs[line + 2, pair] | pairs[line + 3, pair]:
             found += 1
     return found
 
 
-def _turn_heads(row: Floats, dim: int, cosine: Floats, sine: Floats, interleaved: int) -> None:
+def _scale(rows: Floats, sums: Ints, line: int, factor: np.float32, means: Floats, begin: int, width: int) -> None:
+    """Writes the numbers of a group that begins at column `begin`, but for rotary embedding."""
+    for column in range(width):
+        place = np.uintp(begin + column)
+        rows[line, place] = np.float32(sums[line, column]) * factor + means[place]
+
+
+def _turn(rows: Floats, line: int, dim: int, cosines: Floats, sines: Floats, token: int) -> None:
     """Rotary embedding of one token, as `kvcdn.codecs.rope` has it for all."""
-    count = len(cosine)
-    if not count:
-        return
-    for head in range(0, len(row), dim):
-        if interleaved:
-            both = row[head : head + 2 * count]
-            for pair in range(count):
-                left, right = both[2 * pair], both[2 * pair + 1]
-                both[2 * pair] = left * cosine[pair] - right * sine[pair]
-                both[2 * pair + 1] = right * cosine[pair] + left * sine[pair]
-        else:
-            first, second = row[head : head + count], row[head + count : head + 2 * count]
-            for pair in range(count):
-                left, right = first[pair], second[pair]
-                first[pair] = left * cosine[pair] - right * sine[pair]
-                second[pair] = right * cosine[pair] + left * sine[pair]
+    count = cosines.shape[1]
+    for head in range(0, rows.shape[1], dim):
+        for pair in range(count):
+            first, second = np.uintp(head + pair), np.uintp(head + count + pair)
+            left, right = rows[line, first], rows[line, second]
+            rows[line, first] = left * cosines[token, pair] - right * sines[token, pair]
+            rows[line, second] = right * cosines[token, pair] + left * sines[token, pair]
+
+
+def _turn_interleaved(rows: Floats, line: int, dim: int, cosines: Floats, sines: Floats, token: int) -> None:
+    """That, of pairs of neighbours."""
+    for head in range(0, rows.shape[1], dim):
+        for pair in range(cosines.shape[1]):
+            first, second = np.uintp(head + 2 * pair), np.uintp(head + 2 * pair + 1)
+            left, right = rows[line, first], rows[line, second]
+            rows[line, first] = left * cosines[token, pair] - right * sines[token, pair]
+            rows[line, second] = right * cosines[token, pair] + left * sines[token, pair]
 
 
 def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
@@ -213,7 +223,7 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
     runs, pair_ends, table = _arrange(levels, matrices, many)
     lines = np.zeros((_LINES, 2 * pair_ends[groups] + CHUNK), np.int16)
     pairs = lines.view(np.int32)
-    which, found = np.empty((_LINES // ABREAST, width // 2 + 1), np.int32), np.empty(_LINES // ABREAST, np.int64)
+    which, found = np.empty((_LINES, width // 2 + 2), np.int32), np.empty(_LINES, np.int64)
     sums, rows = np.zeros((_LINES, table.shape[1]), np.int32), np.empty((_LINES, columns), np.float32)
     bits = rows.view(np.uint32)
     means = mean.reshape(columns)
@@ -229,25 +239,22 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
         lines[count:] = 0
         for group in range(groups):
             for line in range(0, count, ABREAST):
-                band = line // ABREAST
-                found[band] = _list_pairs(pairs[line : line + ABREAST], pair_ends[group], pair_ends[group + 1], which[band])
-                if not found[band]:
+                found[line] = _list_pairs(pairs, line, pair_ends[group], pair_ends[group + 1], which)
+                if not found[line]:
                     sums[line : line + ABREAST] = 0
             for tile in range(0, table.shape[1], TILE):
                 for line in range(0, count, ABREAST):
-                    band = line // ABREAST
-                    if found[band]:
-                        multiply_tile(which[band], found[band], pairs, line, table, tile, sums)
-            own = slice(group * width, (group + 1) * width)
-            middle = means[own]
+                    if found[line]:
+                        multiply_tile(which, found[line], pairs, line, table, tile, sums)
             for line in range(count):
                 factor = factors[exponents[order[begin + line]] + MOST_EXPONENT] * scales[group]
-                row, whole = rows[line, own], sums[line, :width]
-                for column in range(width):
-                    row[column] = np.float32(whole[column]) * factor + middle[column]
+                _scale(rows, sums, line, factor, means, group * width, width)
         for line in range(count):
             token = order[begin + line]
-            _turn_heads(rows[line], mean.shape[1], cosines[token], sines[token], interleaved)
+            if interleaved:
+                _turn_interleaved(rows, line, mean.shape[1], cosines, sines, token)
+            else:
+                _turn(rows, line, mean.shape[1], cosines, sines, token)
             _round_row(rows[line], bits[line], out, token)
 
 
@@ -269,7 +276,9 @@ def _restore_loop(dtype: str) -> Loop[Any]:
             "_fill_lines": _fill_lines,
             "_list_pairs": _list_pairs,
             "multiply_tile": multiply_tile,
-            "_turn_heads": _turn_heads,
+            "_scale": _scale,
+            "_turn": _turn,
+            "_turn_interleaved": _turn_interleaved,
             "_round_row": ROUNDERS[dtype],
         },
     )

@@ -25,9 +25,9 @@ def _multiply_tile(which: Ints, count: int, pairs: Ints, line: int, table: Ints,
     """The tile of `sums` at row `line` and column `tile`: of `pairs` at that row, times `table` at that column.
 
     Every entry of `pairs` and `table` is two integers of 16 bits; sums are over the first `count`, at least one, of the inner
-    indices `which`.
+    indices in the row `line` of `which`.
     """
-    inner = which[:count]
+    inner = which[line, :count]
     left = np.ascontiguousarray(pairs[line : line + ABREAST, inner]).view(np.int16)
     right = np.ascontiguousarray(table[inner, tile : tile + TILE]).view(np.int16).reshape(count, TILE, 2)
     sums[line : line + ABREAST, tile : tile + TILE] = left.astype(np.int32) @ right.transpose(0, 2, 1).reshape(2 * count, TILE)
@@ -44,8 +44,9 @@ def _build() -> Any:
             context.make_array(signature.args[place])(context, builder, arguments[place]) for place in (0, 2, 4, 6)
         )
         count, line, tile = (arguments[place] for place in (1, 3, 5))
-        steps = [cgutils.unpack_tuple(builder, array.strides)[0] for array in (pairs, table, sums)]
+        steps = [cgutils.unpack_tuple(builder, array.strides)[0] for array in (pairs, table, sums, which)]
         addresses = [builder.ptrtoint(array.data, count.type) for array in (which, pairs, table, sums)]
+        addresses[0] = builder.add(addresses[0], builder.mul(line, steps[3]))
         addresses[1] = builder.add(addresses[1], builder.mul(line, steps[0]))
         addresses[2] = builder.add(addresses[2], builder.mul(tile, count.type(_ENTRY)))
         addresses[3] = builder.add(
