@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from kvcdn.access.allowance import Limits
@@ -272,15 +272,5 @@ RELOADABLE = frozenset(
 
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> EdgeSettings:
-    """Settings from, strongest first: `overrides`, the environment (KVCDN_EDGE_*), the file at `path`, the defaults.
-
-    An override of None counts as not given. Raises UsageError that names the field and the place it came from.
-    """
-    from_file = SOURCES.read_file(path)
-    given = {key: value for key, value in overrides.items() if value is not None}
-    SOURCES.refuse_unknown_variables(EdgeSettings.model_fields)
-    try:
-        from_environment = EnvSettingsSource(EdgeSettings)()
-        return EdgeSettings(**{**from_file, **from_environment, **given})
-    except ValidationError as error:
-        raise SOURCES.refusal(error.errors(include_input=False, include_url=False)) from None
+    """As `SettingsSources.load` has it; the environment is KVCDN_EDGE_*."""
+    return SOURCES.load(EdgeSettings, EdgeSettings.model_fields, EnvSettingsSource(EdgeSettings), path, overrides)

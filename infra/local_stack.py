@@ -11,39 +11,33 @@ import argparse
 import contextlib
 import json
 import os
-import secrets
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvcdn.cli.seaweed import BUCKET, HOST, Keys, S3Server, running_seaweed, write_private
 from kvcdn.digest import Digest
 from kvcdn.keys import manifest_key, model_tag
 
 ROOT = Path(__file__).resolve().parents[1]
-
-HOST = "127.0.0.1"
-
-BUCKET = "kvcdn"
 
 ORIGIN = f"s3://{BUCKET}/local"
 
 QUESTION = "What is this document about?"
 
 START_SECONDS = 60.0
-"""The S3 server takes one second to start, the edge half of one; busy machines a multiple."""
+"""An edge takes half a second to start; on a busy machine a multiple."""
 
 STOP_SECONDS = 15.0
-"""An edge gives running responses five seconds; the S3 server writes its index, which takes two."""
+"""An edge gives running responses five seconds."""
 
 COMMAND_SECONDS = 1800.0
 """A publish or a question: loading a model and prefilling a document on a slow machine."""
@@ -52,34 +46,6 @@ POLL_SECONDS = 0.1
 
 DEFAULT_TEXT_CHARACTERS = 1200
 """Of the licence, as the document to publish: some 250 tokens, seconds of prefill on a laptop."""
-
-S3_PORTS = (
-    "s3.port",
-    "s3.port.grpc",
-    "master.port",
-    "master.port.grpc",
-    "filer.port",
-    "filer.port.grpc",
-    "volume.port",
-    "volume.port.grpc",
-    "admin.port",
-    "admin.port.grpc",
-)
-"""All that SeaweedFS opens: named, since its defaults may be taken."""
-
-S3_OPTIONS = (
-    f"-ip={HOST}",
-    f"-ip.bind={HOST}",
-    "-admin.ui=false",
-    "-webdav=false",
-    "-s3.port.iceberg=0",
-    "-s3.port.lance=0",
-    "-s3.iam=false",
-    "-master.telemetry=false",
-)
-
-IDENTITIES = {"publisher": ["Admin"], "edge": ["Read", "List"]}
-"""Name and SeaweedFS actions; the publisher also makes the bucket."""
 
 
 class StackError(Exception):
@@ -162,27 +128,25 @@ def _folder(given: Path | None) -> Iterator[Path]:
 @contextlib.contextmanager
 def running_stack(folder: Path, options: argparse.Namespace) -> Iterator[Stack]:
     """Everything, in the order in which it depends on each other; stopped in reverse. Raises StackError."""
-    keys = _credentials(folder)
     document = _document(folder, options.document)
     with contextlib.ExitStack() as stopping:
-        server, endpoint = stopping.enter_context(_s3_server(folder, keys))
-        _make_bucket(endpoint, keys["publisher"])
-        publisher = _environment(folder, endpoint, keys["publisher"])
+        server = stopping.enter_context(_s3_server(folder))
+        publisher = _environment(folder, server, server.writer)
         if not (folder / "config" / "kvcdn" / "keys" / "default.pem").exists():
             _kvcdn(["keygen"], publisher)
-        _note(f"publishing {document} with {options.model} to {ORIGIN} at {endpoint} ...")
+        _note(f"publishing {document} with {options.model} to {ORIGIN} at {server.endpoint} ...")
         published = _kvcdn(["publish", str(document), "--model", options.model, "--origin", ORIGIN, "--json"], publisher)
         fingerprint, address = (Digest.parse(published[name], name) for name in ("fingerprint", "address"))
-        reader = _environment(folder, endpoint, keys["edge"])
+        reader = _environment(folder, server, server.reader)
         edge, url = stopping.enter_context(_edge(folder, options.listen, reader))
         yield Stack(
             folder=folder,
             edge_url=url,
-            endpoint=endpoint,
+            endpoint=server.endpoint,
             model=options.model,
             document=document,
             manifest_key=manifest_key(model_tag(fingerprint), address),
-            children={"S3 server": server, "edge": edge},
+            children={"S3 server": server.process, "edge": edge},
         )
 
 
@@ -224,25 +188,16 @@ def _watch(stack: Stack) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _s3_server(folder: Path, keys: Mapping[str, tuple[str, str]]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    weed = Path(sys.executable).with_name("weed")
-    if not weed.exists():
-        raise StackError(f"there is no {weed}; run: make setup")
-    identities = [
-        {"name": name, "credentials": [{"accessKey": access, "secretKey": secret}], "actions": IDENTITIES[name]}
-        for name, (access, secret) in keys.items()
-    ]
-    config = folder / "s3.json"
-    _write_private(config, json.dumps({"identities": identities}))
-    data = folder / "s3"
-    data.mkdir(exist_ok=True)
-    ports = dict(zip(S3_PORTS, _free_ports(len(S3_PORTS)), strict=True))
-    command = [str(weed), "mini", f"-dir={data}", f"-s3.config={config}", *S3_OPTIONS]
-    command += [f"-{name}={port}" for name, port in ports.items()]
-    endpoint = f"http://{HOST}:{ports['s3.port']}"
-    with _child("S3 server", command, folder / "s3.log", dict(os.environ), data) as process:
-        _await("S3 server", process, lambda: _answers(f"{endpoint}/healthz"), folder / "s3.log")
-        yield process, endpoint
+def _s3_server(folder: Path) -> Iterator[S3Server]:
+    """With new credentials at every start; those that may write also lie in a shell file for people."""
+    with contextlib.ExitStack() as running:
+        try:
+            server = running.enter_context(running_seaweed(folder / "s3", keep=True))
+        except (FileNotFoundError, TimeoutError) as error:
+            raise StackError(str(error)) from None
+        access, secret = server.writer.access_key, server.writer.secret_key
+        write_private(folder / "s3.env", f"AWS_ACCESS_KEY_ID={access}\nAWS_SECRET_ACCESS_KEY={secret}\n")
+        yield server
 
 
 @contextlib.contextmanager
@@ -293,33 +248,7 @@ def _await(name: str, process: subprocess.Popen[bytes], ready: Callable[[], bool
         time.sleep(POLL_SECONDS)
 
 
-def _answers(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with contextlib.suppress(OSError), opener.open(url, timeout=2) as answer:
-        return bool(answer.status == 200)  # noqa: PLR2004 - HTTP's own number
-    return False
-
-
-def _make_bucket(endpoint: str, keys: tuple[str, str]) -> None:
-    from boto3.session import Session  # noqa: PLC0415 - a third of a second that --help does without
-    from botocore.config import Config  # noqa: PLC0415 - as above
-
-    config = Config(signature_version="s3v4", s3={"addressing_style": "path"}, proxies={})
-    session = Session(aws_access_key_id=keys[0], aws_secret_access_key=keys[1], region_name="us-east-1")
-    with contextlib.closing(session.client("s3", endpoint_url=endpoint, config=config)) as client:
-        if BUCKET not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
-            client.create_bucket(Bucket=BUCKET)
-
-
 # -- files and commands -----------------------------------------------------------------------------------------------------
-
-
-def _credentials(folder: Path) -> dict[str, tuple[str, str]]:
-    """New ones at every start; the publisher's also as a shell file for people."""
-    keys = {name: (f"{name.upper()}{secrets.token_hex(6).upper()}", secrets.token_hex(20)) for name in IDENTITIES}
-    access, secret = keys["publisher"]
-    _write_private(folder / "s3.env", f"AWS_ACCESS_KEY_ID={access}\nAWS_SECRET_ACCESS_KEY={secret}\n")
-    return keys
 
 
 def _document(folder: Path, given: Path | None) -> Path:
@@ -336,12 +265,11 @@ def _user(folder: Path) -> dict[str, str]:
     return {**ours, "XDG_CONFIG_HOME": str(folder / "config")}
 
 
-def _environment(folder: Path, endpoint: str, keys: tuple[str, str]) -> dict[str, str]:
+def _environment(folder: Path, server: S3Server, keys: Keys) -> dict[str, str]:
     """As an operator would set it for a process that talks to the S3 server."""
-    aws = {"AWS_ACCESS_KEY_ID": keys[0], "AWS_SECRET_ACCESS_KEY": keys[1], "AWS_ENDPOINT_URL": endpoint}
     # No file of the user's: a profile there may name another server.
     files = {"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull}
-    return {**_user(folder), **aws, **files, "AWS_REGION": "us-east-1"}
+    return {**_user(folder), **keys.environment(), "AWS_ENDPOINT_URL": server.endpoint, **files}
 
 
 def _kvcdn(arguments: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
@@ -360,21 +288,6 @@ def _kvcdn(arguments: Sequence[str], environment: dict[str, str]) -> dict[str, A
 
 def _program() -> Path:
     return Path(sys.executable).with_name("kvcdn")
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now; all are held while they are chosen, so that they differ."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _note(text: str) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcdn.errors import UsageError
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,29 @@ class SettingsSources:
     """What its variables begin with, such as `KVCDN_EDGE_`."""
     sample: str
     """The commented sample file that errors point to."""
+
+    def load(
+        self,
+        kind: Callable[..., S],
+        fields: Iterable[str],
+        environment: Callable[[], Mapping[str, Any]],
+        path: Path | None,
+        overrides: Mapping[str, Any],
+    ) -> S:
+        """A `kind`, a pydantic model of `fields`, from, strongest first: `overrides`, `environment`, the file, the defaults.
+
+        An override of None counts as not given. Raises UsageError that names the field and the place it came from.
+        """
+        from_file = self.read_file(path)
+        given = {name: value for name, value in overrides.items() if value is not None}
+        self.refuse_unknown_variables(fields)
+        try:
+            return kind(**{**from_file, **environment(), **given})
+        except ValueError as error:
+            errors = getattr(error, "errors", None)
+            if errors is None:
+                raise
+            raise self.refusal(errors(include_input=False, include_url=False)) from None
 
     def read_file(self, path: Path | None) -> dict[str, Any]:
         """The settings in the file at `path`; none without a path. Raises UsageError."""

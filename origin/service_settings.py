@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from kvcdn.access.guard import Guard, read_issuers, read_token
@@ -222,15 +222,5 @@ def resolve_any(host: str, port: int) -> str:
 
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> ServiceSettings:
-    """Settings from, strongest first: `overrides`, the environment (KVCDN_SERVICE_*), the file at `path`, the defaults.
-
-    An override of None counts as not given. Raises UsageError that names the field and the place it came from.
-    """
-    from_file = SOURCES.read_file(path)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    SOURCES.refuse_unknown_variables(ServiceSettings.model_fields)
-    try:
-        from_environment = EnvSettingsSource(ServiceSettings)()
-        return ServiceSettings(**{**from_file, **from_environment, **given})
-    except ValidationError as error:
-        raise SOURCES.refusal(error.errors(include_input=False, include_url=False)) from None
+    """As `SettingsSources.load` has it; the environment is KVCDN_SERVICE_*."""
+    return SOURCES.load(ServiceSettings, ServiceSettings.model_fields, EnvSettingsSource(ServiceSettings), path, overrides)

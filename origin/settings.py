@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 
 from kvcdn.producer import MAX_TEXT
@@ -78,15 +78,7 @@ class PublisherSettings(BaseSettings):
 
 
 def load_settings(path: Path | None, overrides: Mapping[str, Any]) -> PublisherSettings:
-    """Settings from, strongest first: `overrides`, the environment (KVCDN_PUBLISHER_*), the file at `path`, the defaults.
-
-    An override of None counts as not given. Raises UsageError that names the field and the place it came from.
-    """
-    from_file = SOURCES.read_file(path)
-    given = {name: value for name, value in overrides.items() if value is not None}
-    SOURCES.refuse_unknown_variables(PublisherSettings.model_fields)
-    try:
-        from_environment = EnvSettingsSource(PublisherSettings)()
-        return PublisherSettings(**{**from_file, **from_environment, **given})
-    except ValidationError as error:
-        raise SOURCES.refusal(error.errors(include_input=False, include_url=False)) from None
+    """As `SettingsSources.load` has it; the environment is KVCDN_PUBLISHER_*."""
+    return SOURCES.load(
+        PublisherSettings, PublisherSettings.model_fields, EnvSettingsSource(PublisherSettings), path, overrides
+    )

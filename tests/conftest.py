@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from support.seaweed import S3Server, running_seaweed
+
+if TYPE_CHECKING:
+    from support.blocks import Document
+    from support.command import Ran
+    from support.edge_process import WatchedStore
+    from support.library import Library
 
 # Before torch is loaded, here and in what tests start: the models are tiny, and the cores are taken by other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,6 +39,42 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support.tiny import tiny_checkpoint
 
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny-llama"))
+
+
+@pytest.fixture(scope="session")
+def document() -> Document:
+    """A document of three blocks, sealed as real ones are, of no model."""
+    from support.blocks import make_document
+
+    return make_document(tokens=2500)
+
+
+@pytest.fixture
+def store(document: Document) -> WatchedStore:
+    """A store that holds `document`, and tells what it was asked."""
+    from kvcdn.stores.memory import MemoryStore
+    from support.edge_process import WatchedStore
+
+    store = WatchedStore(MemoryStore())
+    document.publish(store)
+    return store
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    """An empty library in the folder that `run` works on."""
+    from kvcdn.stores.folder import FolderStore
+    from support.library import Library
+
+    return Library(FolderStore(tmp_path / "origin"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Ran]:
+    """Runs a command on that folder."""
+    from support.command import kvcdn
+
+    return lambda *words, **options: kvcdn(*words, "--origin", tmp_path / "origin", **options)
 
 
 @pytest.fixture(autouse=True)

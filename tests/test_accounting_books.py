@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -9,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.accounting.books import Books
-from kvcdn.accounting.entry import Entry, total
-from kvcdn.accounting.snapshot import Head, LedgerId, Snapshot
+from kvcdn.accounting.entry import Entry, Key, Outcome, Part, total
+from kvcdn.accounting.ledger import Ledger
+from kvcdn.accounting.snapshot import Head, LedgerId, RunId, Snapshot
 from kvcdn.errors import CorruptError
 from support.usage import ENTRIES
 
@@ -70,3 +73,38 @@ def test_two_ledgers_of_one_name_are_refused():
     one = Snapshot(Head(LedgerId(bytes(16)), 3, 0, -1, 0, 0), ())
     with pytest.raises(CorruptError):
         Books.of([one, replace(one, head=replace(one.head, dropped=1))])
+
+
+def restored(tmp_path, detailed):
+    """A ledger, its backup, and what became of each: the ledger went on, and so did the backup on another disk."""
+    run = RunId(bytes(8))
+    with Ledger(tmp_path / "first.sqlite", detailed=detailed) as first:
+        for number in range(30):
+            first.write(run, [counted(number, 10)])
+        earlier = first.snapshot()
+        with closing(sqlite3.connect(tmp_path / "backup.sqlite")) as copy, closing(sqlite3.connect(first.path)) as base:
+            base.backup(copy)
+        for number in range(30, 40):
+            first.write(run, [counted(number, 11)])
+        gone = first.snapshot()
+    with Ledger(tmp_path / "backup.sqlite", detailed=detailed) as second:
+        for number in range(40, 70):
+            second.write(run, [counted(number, 12)])
+        return earlier, gone, second.snapshot()
+
+
+def counted(number, hour):
+    return Entry(Key(Part.EDGE, hour, "", "", "", f"{number:032x}", Outcome.HIT), {"requests": 1, "bytes_sent": number})
+
+
+@pytest.mark.parametrize("detailed", [1000, 20])
+def test_a_ledger_that_went_on_from_a_restored_copy_is_not_taken_for_the_same(detailed, tmp_path):
+    """The longer would swallow what the other counted; each goes with the backup, whether entries were folded or not."""
+    earlier, gone, other = restored(tmp_path, detailed)
+    assert earlier.head.ledger == gone.head.ledger == other.head.ledger
+    assert earlier.head.version < gone.head.version < other.head.version
+    assert [gone] == list(Books.of([earlier, gone, earlier]).ledgers.values())
+    assert [other] == list(Books.of([other, earlier]).ledgers.values())
+    for both in ([gone, other], [other, gone], [earlier, gone, other]):
+        with pytest.raises(CorruptError, match="neither holds all of the other"):
+            Books.of(both)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.accounting import recorder as recorder_module
-from kvcdn.accounting.entry import Entry, Key, Outcome, Part, PromptId, total
+from kvcdn.accounting.entry import HOUR_SECONDS, Entry, Key, Outcome, Part, PromptId, total
 from kvcdn.accounting.ledger import Ledger
 from kvcdn.accounting.recorder import Recorder
 from kvcdn.accounting.snapshot import RunId, Snapshot
@@ -190,6 +190,18 @@ def test_counting_neither_waits_nor_fails(tmp_path, monkeypatch):
     found = everything(path)
     assert 100 == total(one.counts for one in found.entries)["requests"] + found.head.dropped
     assert 10 <= sum(bool(one.key.prompt) for one in found.entries) <= 30
+    assert 5 == found.head.folded_to  # whose prompts were not told apart any more
+
+
+def test_a_clock_that_was_ahead_does_not_hide_the_hours_until_then(tmp_path):
+    """What was counted in an hour to come is added up like all else, and hours up to now are told as folded, no further."""
+    now = 1000
+    with Ledger(tmp_path / "usage.sqlite", detailed=16, clock=lambda: now * HOUR_SECONDS + 60.0) as ledger:
+        for number in range(40):
+            ledger.write(RUN, [entry(number, hour=now + 700_000 if number == 3 else now - 5)])
+        found = ledger.snapshot()
+    assert now - 5 == found.head.folded_to
+    assert 40 == total(one.counts for one in found.entries)["requests"]
 
 
 def test_threads_count_together(tmp_path):

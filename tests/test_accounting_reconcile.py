@@ -15,9 +15,9 @@ from kvcdn.accounting.snapshot import Head, LedgerId, Run, RunId, Snapshot
 PROMPT = "ab" * 16
 
 
-def ledger(number, entries, *, killed=None, folded_to=-1):
+def ledger(number, entries, *, killed=None, folded_to=-1, dropped=0):
     runs = () if killed is None else (Run(RunId(bytes(8)), killed, 1, 2),)
-    return Snapshot(Head(LedgerId(bytes([number]) * 16), 1, len(entries), folded_to, 0, 0, runs), tuple(entries))
+    return Snapshot(Head(LedgerId(bytes([number]) * 16), 1, len(entries), folded_to, dropped, 0, runs), tuple(entries))
 
 
 def client(outcome=Outcome.REUSED, *, prompt=PROMPT, loss=Loss.NONE, tenant="", **counts):
@@ -64,6 +64,26 @@ def test_each_difference_has_a_name(theirs, ours, killed, folded_to, verdict, ap
     assert apart == found.bound
     assert found.holds is not verdict.is_fault
     assert abs(found.sent - found.received) <= found.bound
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "full"),
+    [
+        ([client(prompt="cd" * 16)], [edge(bytes_sent=9)], Part.CLIENT),
+        ([BEGUN, client(bytes_edge=9)], [edge(prompt="")], Part.EDGE),
+    ],
+)
+def test_a_disk_that_was_full_explains_what_its_ledger_lacks(theirs, ours, full):
+    """The ledger says so itself; without that it is a fault, and another's full disk explains nothing."""
+
+    def told(client_dropped, edge_dropped):
+        return reconcile(Books.of([ledger(1, theirs, dropped=client_dropped), ledger(2, ours, dropped=edge_dropped)]))
+
+    client_full = full is Part.CLIENT
+    found = told(int(client_full), int(not client_full))
+    assert (1, True, 9) == (found.prompts[Verdict.DROPPED], found.holds, found.bound)
+    for dropped in ((0, 0), (int(not client_full), int(client_full))):
+        assert 1 == told(*dropped).prompts[Verdict.UNEXPLAINED]
 
 
 @settings(deadline=None)

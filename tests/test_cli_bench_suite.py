@@ -7,11 +7,12 @@ import re
 
 import pytest
 
-from kvcdn.cli.bench_page import in_order, render
+from kvcdn.cli.bench_page import in_order, measured, render
 from kvcdn.cli.bench_plot import PLOTS
 from kvcdn.cli.bench_suite import BENCHES, benches, load_results
 from kvcdn.cli.bench_targets import judge
 from kvcdn.cli.synthetic_trace import write_trace
+from kvcdn.economics.report import fill
 from kvcdn.errors import UsageError
 from support.command import kvcdn
 from support.tiny import ROOT
@@ -94,6 +95,14 @@ def test_a_miss_is_called_one(ratio, met, word):
     page = render({"publish": result})
     assert f"| at least 0.9 x | {ratio} x | {word} |" in page
     assert (f"{0 if met else 1} of 3 targets are missed") in page
+
+
+def test_the_readme_tells_the_kept_results():
+    """With their machine: `kvcdn bench report --readme README.md` would change nothing."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    results = load_results(RESULTS)
+    assert readme == fill(readme, {"measured": lambda: measured(results)})
+    assert results["ttft"]["machine"]["cpu"] in readme
 
 
 def test_every_target_reads_a_kept_result():

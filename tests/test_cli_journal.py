@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvcdn.digest import Digest
 from kvcdn.journal import journal_key
 from kvcdn.keyring import create_signing_key, signing_key_path
@@ -11,23 +9,7 @@ from kvcdn.origin.journal import Journal
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
-from support.library import Library
 from support.tiny import TEXT
-
-
-@pytest.fixture
-def library(tmp_path):
-    return Library(FolderStore(tmp_path / "origin"))
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Runs a command on the library's folder."""
-    return lambda *words, **options: kvcdn(*words, "--origin", tmp_path / "origin", **options)
-
-
-def address(library, spec):
-    return library.manifest_key(spec)[-64:]
 
 
 def entries(run, *words):
@@ -40,8 +22,8 @@ def test_every_command_that_changes_an_origin_writes(library, run, tmp_path):
     for words in (("ls",), ("fsck",), ("fsck", "--repair"), ("gc",), ("journal", "ls"), ("rm", "00" * 32)):
         run(*words)
     assert [] == entries(run)
-    assert 0 == run("rm", address(library, (1, 2)), address(library, (3,))).code
-    assert 0 == run("revoke", address(library, (4,))).code
+    assert 0 == run("rm", library.address((1, 2)), library.address((3,))).code
+    assert 0 == run("revoke", library.address((4,))).code
     (library.store._root / library.manifest_key((5,))).chmod(0o600)
     (library.store._root / library.manifest_key((5,))).write_bytes(b"broken")
     assert 4 == run("fsck", "--repair").code
@@ -51,11 +33,11 @@ def test_every_command_that_changes_an_origin_writes(library, run, tmp_path):
     found = entries(run)
     assert [1, 2, 3, 4] == [each["number"] for each in found]
     assert ["remove", "revoke", "repair", "retire"] == [each["action"] for each in found]
-    assert sorted(address(library, spec) for spec in ((1, 2), (3,))) == found[0]["addresses"]
-    assert ([address(library, (5,))], str(library.tag)) == (found[2]["addresses"], found[3]["model"])
+    assert sorted(library.address(spec) for spec in ((1, 2), (3,))) == found[0]["addresses"]
+    assert ([library.address((5,))], str(library.tag)) == (found[2]["addresses"], found[3]["model"])
     assert [False, False, False, True] == [each["signer"] == other.public.text for each in found]
     copied = kvcdn("journal", "ls", "--origin", tmp_path / "copy", "--json").json["entries"]
-    assert [("copy", address(library, (4,)))] == [(each["action"], each["address"]) for each in copied]
+    assert [("copy", library.address((4,)))] == [(each["action"], each["address"]) for each in copied]
     ran = run("journal", "verify", "--documents", "--json")
     assert (0, 4, []) == (ran.code, ran.json["entries"], ran.json["findings"])
 
@@ -115,20 +97,20 @@ def test_documents_that_no_entry_explains(library, run):
     library.publish((1,), (2,), (3,))
     create_signing_key(signing_key_path())
     kept = {spec: library.store.read(library.manifest_key(spec)) for spec in ((1,), (2,))}
-    run("rm", address(library, (1,)))
+    run("rm", library.address((1,)))
     ran = run("journal", "verify", "--documents", "--json").json["documents"]
     assert (2, 2, [], []) == (ran["documents"], len(ran["unrecorded"]), ran["returned"], ran["gone"])
     copy = library.store._root.parent / "copy"
     kvcdn("cp", library.store._root, copy)
     store = FolderStore(copy)
     store.delete(library.manifest_key((3,)))
-    assert 0 == kvcdn("rm", address(library, (2,)), "--origin", copy).code
+    assert 0 == kvcdn("rm", library.address((2,)), "--origin", copy).code
     store.create(library.manifest_key((2,)), [kept[(2,)]])
     store.create(library.manifest_key((1,)), [kept[(1,)]])
     ran = kvcdn("journal", "verify", "--documents", "--json", "--origin", copy)
     found = ran.json["documents"]
     assert 0 == ran.code
-    assert [[address(library, spec)] for spec in ((1,), (2,), (3,))] == [
+    assert [[library.address(spec)] for spec in ((1,), (2,), (3,))] == [
         found[name] for name in ("unrecorded", "returned", "gone")
     ]
     assert "no entry removed it" in kvcdn("journal", "verify", "--documents", "--origin", copy).out

@@ -25,20 +25,10 @@ def library(tmp_path, key):
     return Library(FolderStore(tmp_path / "origin"), key=key)
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Runs a command on the library's folder."""
-    return lambda *words, **options: kvcdn(*words, "--origin", tmp_path / "origin", **options)
-
-
-def address(library, spec):
-    return library.manifest_key(spec)[-64:]
-
-
 def test_a_whole_document(library, run, key):
     """By the beginning of its address, its address, or its key: manifest and standing in one object."""
     library.publish((1, 2), (3,), label="two blocks")
-    full = address(library, (1, 2))
+    full = library.address((1, 2))
     shown = [run("show", name, "--json") for name in (full[:10], full, library.manifest_key((1, 2)))]
     assert [0] * 3 == [ran.code for ran in shown]
     assert shown[0].json == shown[1].json == shown[2].json
@@ -55,7 +45,7 @@ def test_a_whole_document(library, run, key):
 def test_people_read_it(library, run):
     """Each question has its line."""
     library.publish((1, 2))
-    lines = dict(line.split("  ", 1) for line in run("show", address(library, (1, 2))).out.splitlines())
+    lines = dict(line.split("  ", 1) for line in run("show", library.address((1, 2))).out.splitlines())
     assert "never" == lines["expires"].strip()
     assert "no" == lines["revoked"].strip()
     assert lines["blocks there"].strip().startswith("all 2 of the right size")
@@ -69,59 +59,59 @@ def test_lost_and_altered_blocks_are_named(library, run):
     path = library.store._root / altered
     path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:-1])
-    found = run("show", address(library, (1, 2, 3)), "--json").json
+    found = run("show", library.address((1, 2, 3)), "--json").json
     assert (False, 1) == (found["complete"], found["blocks_there"])
     assert ([gone[-64:]], [altered[-64:]]) == (found["blocks_missing"], found["blocks_resized"])
-    assert "publish the document again" in run("show", address(library, (1, 2, 3))).out
+    assert "publish the document again" in run("show", library.address((1, 2, 3))).out
 
 
 def test_expired_documents_are_shown_as_such(library, run):
     """They are there until they are collected."""
     library.publish((1,), expires=int(time.time()) - 10)
     library.publish((2,), expires=int(time.time()) + 86400 * 3)
-    assert [True, False] == [run("show", address(library, spec), "--json").json["expired"] for spec in ((1,), (2,))]
-    assert "kvcdn gc removes it" in run("show", address(library, (1,))).out
-    assert "in 3.0 days" in run("show", address(library, (2,))).out
+    assert [True, False] == [run("show", library.address(spec), "--json").json["expired"] for spec in ((1,), (2,))]
+    assert "kvcdn gc removes it" in run("show", library.address((1,))).out
+    assert "in 3.0 days" in run("show", library.address((2,))).out
 
 
 def test_revocations_say_by_whom_and_of_what(library, run, key, tmp_path):
     """A document, its publisher, its model: each with the number of the list. A stranger's counts for who trusts him."""
     library.publish((1, 2), (1, 3))
-    assert 0 == run("revoke", address(library, (1, 2))).code
-    found = run("show", address(library, (1, 2)), "--json").json["revoked"]
+    assert 0 == run("revoke", library.address((1, 2))).code
+    found = run("show", library.address((1, 2)), "--json").json["revoked"]
     expected = [{"what": what, "signer": key.public.text, "list": 1, "trusted": True} for what in ("document", "block")]
     assert expected == found
-    assert [] == run("show", address(library, (1, 3)), "--json").json["revoked"]
+    assert [] == run("show", library.address((1, 3)), "--json").json["revoked"]
     other = create_signing_key(signing_key_path("other"))
     assert 0 == run("revoke", "--model", str(library.tag), "--key", signing_key_path("other")).code
-    found = run("show", address(library, (1, 3)), "--json").json["revoked"]
+    found = run("show", library.address((1, 3)), "--json").json["revoked"]
     assert [("model", other.public.text, True)] == [(each["what"], each["signer"], each["trusted"]) for each in found]
     alone = tmp_path / "trust"
     alone.write_text(f"{SigningKey.generate().public.text} somebody\n")
-    assert [] == run("show", address(library, (1, 3)), "--json", "--trust", alone).json["revoked"]
+    assert [] == run("show", library.address((1, 3)), "--json", "--trust", alone).json["revoked"]
     # The publisher's own list is looked at in any case, and its readers are told that it is not theirs.
-    found = run("show", address(library, (1, 2)), "--json", "--trust", alone).json
+    found = run("show", library.address((1, 2)), "--json", "--trust", alone).json
     assert ([False, False], False) == ([each["trusted"] for each in found["revoked"]], found["trusted"])
 
 
 def test_a_list_that_was_seen_counts_where_the_origin_has_lost_it(library, run):
     """Removing a list from the origin takes nothing back."""
     library.publish((1,))
-    run("revoke", address(library, (1,)))
+    run("revoke", library.address((1,)))
     for info in list(library.store.list("v1/revocations/")):
         library.store.delete(info.key)
-    assert ["document", "block"] == [each["what"] for each in run("show", address(library, (1,)), "--json").json["revoked"]]
+    assert ["document", "block"] == [each["what"] for each in run("show", library.address((1,)), "--json").json["revoked"]]
 
 
 def test_what_is_not_there_or_cannot_be_read(library, run):
     """Code 3 for no document, 2 for no address, 4 for a manifest that is none."""
     library.publish((1,))
     assert [3, 2, 2] == [run("show", name).code for name in ("00" * 32, "handbook.txt", "")]
-    assert 2 == run("show", address(library, (1,)), "--precision", "int8").code
+    assert 2 == run("show", library.address((1,)), "--precision", "int8").code
     path = library.store._root / library.manifest_key((1,))
     path.chmod(0o600)
     path.write_bytes(b"broken")
-    assert 4 == run("show", address(library, (1,))).code
+    assert 4 == run("show", library.address((1,))).code
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,7 +123,7 @@ def test_standing_at_every_store(kind, tmp_path, request):
     library = Library(new_store(kind, tmp_path, request))
     library.publish((1, 2, 3))
     library.store.delete(library.block_keys((1, 2, 3))[2])
-    listed = read_manifest(library.store, find_manifest(library.store, address(library, (1, 2, 3))))
+    listed = read_manifest(library.store, find_manifest(library.store, library.address((1, 2, 3))))
     trust_publisher(library.key.public, "me")
     standing = look_up_standing(library.store, listed.manifest, _trust(), now=time.time())
     assert (2, [library.block_keys((1, 2, 3))[2][-64:]]) == (standing.blocks_there, [str(each) for each in standing.missing])

@@ -6,28 +6,11 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from kvcdn.keyring import trust_publisher
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
 from support.library import Library, keys, small_model
-
-
-@pytest.fixture
-def library(tmp_path):
-    return Library(FolderStore(tmp_path / "origin"))
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Runs a command on the library's folder."""
-    return lambda *words, **options: kvcdn(*words, "--origin", tmp_path / "origin", **options)
-
-
-def address(library, spec):
-    return library.manifest_key(spec)[-64:]
 
 
 def test_upkeep_needs_no_torch(tmp_path):
@@ -45,13 +28,13 @@ def test_upkeep_needs_no_torch(tmp_path):
 def test_rm_removes_by_the_beginning_of_an_address(library, run):
     """Several at once; what others share stays; what is not there is code 3."""
     library.publish((1, 2), (1, 3), (4,))
-    ran = run("rm", address(library, (1, 2))[:12], address(library, (4,)), "--json")
+    ran = run("rm", library.address((1, 2))[:12], library.address((4,)), "--json")
     assert (0, 2, 2, 1) == (ran.code, *(ran.json["models"][0][name] for name in ("documents", "blocks", "blocks_shared")))
     assert sorted(library.manifest_key(spec) for spec in ((1, 2), (4,))) == ran.json["removed"]
-    ran = run("rm", address(library, (4,)))
+    ran = run("rm", library.address((4,)))
     assert (3, True) == (ran.code, "kvcdn ls" in ran.complaint)
     assert (3, 2) == (run("rm", "../x").code, run("rm", "xyz").code)
-    ran = run("rm", address(library, (1, 3)))
+    ran = run("rm", library.address((1, 3)))
     assert (0, True) == (ran.code, "1 documents, 2 blocks" in ran.out)
     assert [] == keys(library.store)
 
@@ -95,7 +78,7 @@ def test_fsck_tells_damage_and_loss_apart(library, run):
     path.write_bytes(path.read_bytes()[:-1])
     ran = run("fsck", "--repair")
     assert (4, True) == (ran.code, library.block_keys((3, 4))[0] in ran.out)
-    assert all(f"publish again: {address(library, spec)}" in ran.err for spec in ((1, 2), (3, 4)))
+    assert all(f"publish again: {library.address(spec)}" in ran.err for spec in ((1, 2), (3, 4)))
     ran = run("fsck", "--json", "--model", str(library.tag))
     assert (0, 0, 2) == (ran.code, ran.json["documents"], ran.json["orphan_blocks"])
     assert 3 == run("fsck", "--model", "nobody").code

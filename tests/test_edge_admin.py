@@ -18,25 +18,13 @@ from kvcdn.edge.body import MAX_BODY_BYTES
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.stores.memory import MemoryStore
 from support import edge_process
-from support.blocks import Document, make_document
+from support.blocks import Document
 from support.command import kvcdn
 from support.edge_process import Reply, WatchedStore, ask, ask_part, metric, object_files, settle
 
 ORDERS = ("/v1/purge", "/v1/warm")
 
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def document() -> Document:
-    return make_document(tokens=2500)
-
-
-@pytest.fixture
-def store(document: Document) -> WatchedStore:
-    store = WatchedStore(MemoryStore())
-    document.publish(store)
-    return store
 
 
 def edge_in_thread(store: WatchedStore, cache: Path, **more: Any) -> AbstractContextManager[ServingEdge]:

@@ -28,11 +28,6 @@ HOST = b"Host: edge\r\n"
 
 
 @pytest.fixture(scope="module")
-def document() -> Document:
-    return make_document(tokens=2500)
-
-
-@pytest.fixture(scope="module")
 def edge(document: Document, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingEdge]:
     store = MemoryStore()
     document.publish(store)

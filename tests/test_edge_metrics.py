@@ -6,29 +6,16 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from test_edge_access import KEY, bearer
 
 from kvcdn import __version__
 from kvcdn.access.grant import Grant, Scope
 from kvcdn.stores.memory import MemoryStore
-from support.blocks import Document, make_document
+from support.blocks import Document
 from support.edge_process import WatchedStore, ask, edge_in_thread, settle
 
 DOCUMENTED = re.compile(r"`(kvcdn_edge_[a-z_]+)(?:\{([a-z,]+)\})?`")
-
-
-@pytest.fixture(scope="module")
-def document() -> Document:
-    return make_document(tokens=2500)
-
-
-@pytest.fixture
-def store(document: Document) -> WatchedStore:
-    store = WatchedStore(MemoryStore())
-    document.publish(store)
-    return store
 
 
 class DamagedStore(WatchedStore):

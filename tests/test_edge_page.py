@@ -12,7 +12,7 @@ from kvcdn.access.grant import Grant, Scope
 from kvcdn.edge.launch import RunningEdge
 from kvcdn.stores.folder import FolderStore
 from support import browser
-from support.blocks import Document, make_document
+from support.blocks import Document
 from support.browser import Browser, running_browser
 from support.edge_process import ask, ask_match, running_edge, settle
 
@@ -61,11 +61,6 @@ return found.sort((a, b) => a[0] - b[0]);
 
 ODD = "return document.body.innerText.match(/[0-9]e[+-]|NaN|undefined|Infinity|null/g) || []"
 """Numbers that are no words for people."""
-
-
-@pytest.fixture(scope="module")
-def document() -> Document:
-    return make_document(tokens=2500)
 
 
 @pytest.fixture(scope="module")

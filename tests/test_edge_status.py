@@ -20,24 +20,12 @@ from kvcdn.edge.settings import load_settings
 from kvcdn.edge.traffic import MAX_MODELS, MAX_PAIRS, MAX_TENANTS, OTHER, Traffic
 from kvcdn.errors import UsageError
 from kvcdn.stores.memory import MemoryStore
-from support.blocks import Document, make_document
+from support.blocks import Document
 from support.edge_process import Reply, WatchedStore, ask, ask_match, edge_in_thread, settle
 
 SHOWN = ("/", "/page.css", "/page.js", "/chart.js", "/icon.svg")
 
 ADDRESS_DIGITS = 12
-
-
-@pytest.fixture(scope="module")
-def document() -> Document:
-    return make_document(tokens=2500)
-
-
-@pytest.fixture
-def store(document: Document) -> WatchedStore:
-    store = WatchedStore(MemoryStore())
-    document.publish(store)
-    return store
 
 
 def status(url: str, **headers: str) -> dict:

@@ -16,7 +16,7 @@ from kvcdn.edge.serve import check
 from kvcdn.edge.settings import load_settings
 from kvcdn.errors import UsageError
 from kvcdn.stores.folder import FolderStore
-from support.blocks import Document, make_document
+from support.blocks import Document
 from support.edge_process import ask, ask_match, running_edge, settle
 from support.otlp import ReceivedSpan, Receiver, running_receiver
 
@@ -26,11 +26,6 @@ SAMPLED, UNSAMPLED = f"00-{TRACE}-{CALLER}-01", f"00-{TRACE}-{CALLER}-00"
 
 SERVER, CLIENT, INTERNAL = 2, 3, 1
 """Kinds of spans (opentelemetry-proto, Span.SpanKind)."""
-
-
-@pytest.fixture(scope="module")
-def document() -> Document:
-    return make_document(tokens=2500)
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,11 @@ from kvcdn.edge.launch import RunningEdge
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from kvcdn.trail import Trail, following
-from support.blocks import Document, make_document
+from support.blocks import Document
 from support.edge_process import ask, ask_match, connect, exchange, running_edge
 from support.web import running_web
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-
-
-@pytest.fixture(scope="module")
-def document() -> Document:
-    return make_document(tokens=2500)
 
 
 @pytest.fixture

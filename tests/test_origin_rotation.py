@@ -170,11 +170,6 @@ def test_junk_in_its_place_is_corrupt() -> None:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run(tmp_path):
-    return lambda *words, **options: kvcdn(*words, "--origin", tmp_path / "origin", **options)
-
-
 def test_a_publisher_rotates_and_a_reader_follows(run, tmp_path, tiny_llama) -> None:
     """Old documents stay good, new ones are the new key's; the reader takes it only when told."""
     for name, text in (("old", TEXT[:1500]), ("new", TEXT[1500:3000])):

@@ -1,12 +1,14 @@
 """Books: ledgers merged. A set of ledgers, each in the latest state that was seen of it.
 
-Of two copies of one ledger, one knows all that the other does, and more: merging takes that one. So it does not matter in which
-order copies come, how they are grouped, or how often: each entry counts once. What is asked of the merged ledgers is told by
-sums of whole numbers, which do not hang on any order either.
+Of two copies of one ledger, one knows all that the other does, and more: merging takes that one, and refuses two of which
+neither does, as when a ledger went on from a restored copy. So it does not matter in which order copies come, how they are
+grouped, or how often: each entry counts once. What is asked of the merged ledgers is told by sums of whole numbers, which do
+not hang on any order either.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Self
@@ -24,7 +26,7 @@ class Books:
 
     @classmethod
     def of(cls, snapshots: Iterable[Snapshot]) -> Self:
-        """These ledgers. Raises CorruptError for two different ledgers of one name."""
+        """These ledgers. Raises CorruptError for two ledgers of one name of which neither holds all of the other."""
         books = cls()
         for one in snapshots:
             books = books.merged(cls({one.head.ledger: one}))
@@ -105,6 +107,11 @@ class Books:
         """Sums that were deleted."""
         return sum(snapshot.head.forgotten for snapshot in self.ledgers.values())
 
+    @property
+    def dropped_by(self) -> set[Part]:
+        """Whose ledgers lack entries that were never written."""
+        return {entry.key.part for one in self.ledgers.values() if one.head.dropped for entry in one.entries}
+
     def parts(self) -> set[Part]:
         """Who has counted something in them."""
         return {entry.key.part for entry in self}
@@ -124,9 +131,28 @@ class Books:
 
 
 def _later(one: Snapshot, other: Snapshot) -> Snapshot:
-    if one.head.version == other.head.version and one != other:
+    later, earlier = (one, other) if one.head.version >= other.head.version else (other, one)
+    if later != earlier and (later.head.version == earlier.head.version or not _holds(later, earlier)):
         raise CorruptError(
-            f"two ledgers say that they are {one.head.ledger}, and differ",
-            hint="one of them was changed by hand, or went on from a copy: give only one",
+            f"two ledgers say that they are {one.head.ledger}, and neither holds all of the other",
+            hint="one of them was changed by hand, or went on from a restored copy: give only one",
         )
-    return one if one.head.version >= other.head.version else other
+    return later
+
+
+def _holds(later: Snapshot, earlier: Snapshot) -> bool:
+    """Whether nothing of `earlier` is missing in `later`. Of what was deleted for want of room that is not to be seen."""
+    if later.head.forgotten > earlier.head.forgotten:
+        return True
+    if not Counter(entry.encode() for entry in earlier.entries) - Counter(entry.encode() for entry in later.entries):
+        return True
+    if later.head.folded_to < 0:
+        return False
+    # What was added up has lost its prompts, and may have lost its documents; sums only grow.
+    sums = Books({later.head.ledger: later}).sums(_without_names)
+    needed = Books({earlier.head.ledger: earlier}).sums(_without_names)
+    return all(sums.get(key, {}).get(name, 0) >= count for key, counts in needed.items() for name, count in counts.items())
+
+
+def _without_names(key: Key) -> Key:
+    return key._replace(prompt="", document="")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
-from kvcdn.accounting.entry import LAST_HOUR, Entry, Key, Part, added
+from kvcdn.accounting.entry import HOUR_SECONDS, LAST_HOUR, Entry, Key, Part, added
 from kvcdn.accounting.snapshot import MAX_RUNS, Head, RunId, Snapshot, encode_lines
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
 
@@ -149,14 +149,18 @@ class Ledger:
                 "DELETE FROM runs WHERE id NOT IN (SELECT id FROM runs ORDER BY started DESC, id LIMIT ?)", (MAX_RUNS,)
             )
 
-    def write(self, run: RunId, entries: Iterable[Entry], dropped: int = 0) -> None:
-        """Appends `entries`, and notes how many more were `dropped`; all of it or nothing."""
+    def write(self, run: RunId, entries: Iterable[Entry], dropped: int = 0, folded_to: int = -1) -> None:
+        """Appends `entries`, and notes how many more were `dropped`; all of it or nothing.
+
+        Up to the hour `folded_to` some may have been added up without their prompts.
+        """
         rows = [(entry.key.hour, entry.encode().decode("ascii")) for entry in entries]
         with self._transaction() as base:
             base.executemany("INSERT INTO entries (hour, entry) VALUES (?, ?)", rows)
             base.execute("UPDATE runs SET seen = ? WHERE id = ?", (int(self._clock()), str(run)))
             if dropped:
                 self._raise_by(base, "dropped", dropped)
+            self._note_folded(base, folded_to)
             self._fold(base)
 
     def end_run(self, run: RunId) -> None:
@@ -205,9 +209,9 @@ class Ledger:
         entries = [Entry.decode(text.encode("ascii")) for (text,) in rows]
         self._add_up(base, ((entry.key._replace(prompt=""), entry.counts) for entry in entries))
         base.execute("DELETE FROM entries WHERE number <= ?", (stop,))
-        folded_to = max(entry.key.hour for entry in entries)
-        if folded_to > int(self._state(base, "folded_to", -1)):
-            base.execute("INSERT OR REPLACE INTO state VALUES ('folded_to', ?)", (folded_to,))
+        # An hour to come is a clock's that was wrong. It must not make all hours until then look as if they were folded.
+        now = int(self._clock()) // HOUR_SECONDS
+        self._note_folded(base, max((entry.key.hour for entry in entries if entry.key.hour <= now), default=-1))
         if self._sums(base) > self._summed:
             (middle,) = base.execute("SELECT hour FROM sums ORDER BY hour LIMIT 1 OFFSET ?", (self._summed // 2,)).fetchone()
             self._leave_documents_out(base, middle)
@@ -215,6 +219,10 @@ class Ledger:
             self._leave_documents_out(base, LAST_HOUR)
         if self._sums(base) > self._summed:
             self._forget(base)
+
+    def _note_folded(self, base: sqlite3.Connection, hour: int) -> None:
+        if hour > int(self._state(base, "folded_to", -1)):
+            base.execute("INSERT OR REPLACE INTO state VALUES ('folded_to', ?)", (hour,))
 
     @staticmethod
     def _sums(base: sqlite3.Connection) -> int:

@@ -30,6 +30,8 @@ class Verdict(enum.StrEnum):
     """No client's ledger knows the prompt, and a client's process did not end in order: it was killed before it wrote."""
     EDGE_LOST = "edge-lost"
     """More was received than edges say they sent, and an edge's process did not end in order: it was killed before it wrote."""
+    DROPPED = "dropped"
+    """One does not know what the other does, and its ledger says that entries were never written, for want of room."""
     NO_CLIENT_LEDGER = "no-client-ledger"
     """No client's ledger was given."""
     NO_EDGE_LEDGER = "no-edge-ledger"
@@ -132,7 +134,7 @@ def reconcile(books: Books, first: int | None = None, last: int | None = None) -
 
     Prompts are chosen, not entries: one that goes on over the hour has entries in both.
     """
-    tied, known = _tied(books), _Known(books.parts(), books.runs, books.folded_to, _published(books))
+    tied, known = _tied(books), _Known(books.parts(), books.runs, books.folded_to, _published(books), books.dropped_by)
     verdicts: dict[Verdict, int] = {}
     differences: dict[Verdict, int] = {}
     faults = []
@@ -173,6 +175,7 @@ class _Known:
     runs: Sequence[Run]
     folded_to: int
     published: Mapping[str, int]
+    dropped: set[Part]
 
 
 def _tied(books: Books) -> dict[str, Tied]:
@@ -229,7 +232,9 @@ def _missing(part: Part, not_given: Verdict, killed: Verdict, known: _Known) -> 
     """Why a part does not know what the other does."""
     if part not in known.parts:
         return not_given
-    return killed if unended(known.runs, part) else Verdict.UNEXPLAINED
+    if unended(known.runs, part):
+        return killed
+    return Verdict.DROPPED if part in known.dropped else Verdict.UNEXPLAINED
 
 
 def _tokens_agree(one: Tied, published: Mapping[str, int]) -> bool:

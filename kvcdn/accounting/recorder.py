@@ -52,6 +52,8 @@ class Recorder:
         self._begun = self._closed = False
         self._waiting: dict[Key, Counts] = {}
         self._dropped = 0
+        self._folded_to = -1
+        """Up to this hour, waiting keys may have lost their prompts."""
         self._complained = 0.0
         self._news = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,6 +76,8 @@ class Recorder:
     def _add(self, key: Key, counts: Mapping[str, int]) -> None:
         waiting = self._waiting
         if len(waiting) >= WAITING_KEYS and key not in waiting:
+            if key.prompt:
+                self._folded_to = max(self._folded_to, key.hour)
             key = key._replace(prompt="")
             if len(waiting) >= 2 * WAITING_KEYS and key not in waiting:
                 key = key._replace(document="", model="")
@@ -99,13 +103,15 @@ class Recorder:
             with self._lock:
                 waiting, self._waiting = self._waiting, {}
                 dropped, self._dropped = self._dropped, 0
+                folded_to = self._folded_to
             if not waiting and not dropped:
                 return
             try:
                 if not self._begun:
                     self._ledger.begin_run(self._run, self._part)
                     self._begun = True
-                self._ledger.write(self._run, [Entry(key, counts) for key, counts in waiting.items()], dropped)
+                entries = [Entry(key, counts) for key, counts in waiting.items()]
+                self._ledger.write(self._run, entries, dropped, folded_to)
             except KvcdnError as error:
                 with self._lock:
                     self._dropped += dropped

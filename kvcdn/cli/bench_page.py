@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcdn.cli.bench_targets import judge
 from kvcdn.cli.output import size
+from kvcdn.economics.report import table
 
 Result = Mapping[str, Any]
 
@@ -30,10 +32,10 @@ def render(results: Mapping[str, Result]) -> str:
             continue
         title, about, body = section
         suffix = f": {name.partition('-')[2]}" if "-" in name else ""
-        parts += [f"## {title}{suffix}", f"{about}\n\n{_machine(result)}", body(result)]
+        parts += [f"## {title}{suffix}", f"{about}\n\n{machine_words(result)}", body(result)]
         if judged := judge(name, result):
             rows = [[one.what, one.asked, one.measured, "met" if one.met else "**missed**"] for one in judged]
-            parts.append(_table(["asked of it", "asked", "measured", ""], rows))
+            parts.append(table(["asked of it", "asked", "measured", ""], rows))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
@@ -48,10 +50,11 @@ def _summary(results: Mapping[str, Result]) -> str:
     words = f"## What was missed\n\n{len(missed)} of {total} targets are missed"
     if not missed:
         return f"{words}."
-    return f"{words}:\n\n" + _table(["benchmark", "what", "asked", "measured"], missed)
+    return f"{words}:\n\n" + table(["benchmark", "what", "asked", "measured"], missed)
 
 
-def _machine(result: Result) -> str:
+def machine_words(result: Result) -> str:
+    """On what it was measured, and whether something else ran there."""
     told = result.get("machine")
     if not told:
         return "The machine was not recorded."
@@ -66,12 +69,6 @@ def _machine(result: Result) -> str:
     if load > NOISY_ABOVE * told["cores"]:
         words += f". **Noisy**: a load of {load:.1f}, so that other programs were running"
     return f"{words}."
-
-
-def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(headings), *map(list, rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def _seconds(value: float) -> str:
@@ -93,11 +90,11 @@ def _ttft(result: Result) -> str:
         ]
         for name, words in names.items()
     ]
-    table = _table(["first token from", "after", "sooner than prefill", "least to most, s"], rows)
+    shown = table(["first token from", "after", "sooner than prefill", "least to most, s"], rows)
     return (
         f"{result['tokens']:,} tokens, {result['runs']} alternating rounds: {size(result['raw_bytes'])} of KV,"
         f" {size(result['wire_bytes'])} on the wire. The client uses {result['client_cpu_s_per_gb']:.2f} processor seconds a GB"
-        f" fetched.\n\n{table}"
+        f" fetched.\n\n{shown}"
     )
 
 
@@ -113,7 +110,7 @@ def _crossover(result: Result) -> str:
         ]
         for row in result["rows"]
     ]
-    table = _table(["Mbit/s", "prefill", "fetch", "auto", "decision", "auto over the better"], rows)
+    shown = table(["Mbit/s", "prefill", "fetch", "auto", "decision", "auto over the better"], rows)
     words = f"{result['tokens']:,} tokens; fetching and prefilling cross at {result['crossover_mbit']:.0f} Mbit/s."
     if "kill" in result:
         kills = result["kill"]
@@ -121,7 +118,7 @@ def _crossover(result: Result) -> str:
             f" With the edge killed at {len(kills['rows'])} random moments, an answer took at most"
             f" {kills['worst_over_prefill']:.2f} times a prefill."
         )
-    return f"{words}\n\n{table}\n\n![Time to first token by link speed](benchmarks/crossover.svg)"
+    return f"{words}\n\n{shown}\n\n![Time to first token by link speed](benchmarks/crossover.svg)"
 
 
 def _decode(result: Result) -> str:
@@ -129,7 +126,7 @@ def _decode(result: Result) -> str:
         [f"{row['tokens']:,}", f"{row['ours_ms']:.2f} ms", f"{row['dynamic_ms']:.2f} ms", f"{row['ratio']:.2f}"]
         for row in result["rows"]
     ]
-    return _table(["tokens behind", "our layer", "DynamicCache", "ratio"], rows)
+    return table(["tokens behind", "our layer", "DynamicCache", "ratio"], rows)
 
 
 def _publish(result: Result) -> str:
@@ -138,7 +135,7 @@ def _publish(result: Result) -> str:
         ["publish", f"{result['publish_tok_s']:,.0f}", _spread(result["spread_tok_s"]["publish"], 0)],
     ]
     words = f"{result['tokens']:,} tokens, {size(result['raw_bytes'])} of KV, {result['runs']} alternating rounds."
-    return f"{words}\n\n" + _table(["way", "tokens/s", "least to most"], rows)
+    return f"{words}\n\n" + table(["way", "tokens/s", "least to most"], rows)
 
 
 def _edge(result: Result) -> str:
@@ -158,7 +155,7 @@ def _edge(result: Result) -> str:
     headings = ["bytes", "connections", "Gbit/s", "nginx", "ratio", "p99 first byte", "nginx", "requests/s"]
     stampede, slow = result["stampede"], result["slow_readers"]
     return (
-        f"{_table(headings, rows)}\n\nThe stampede is {stampede['clients']} clients on one cold object of"
+        f"{table(headings, rows)}\n\nThe stampede is {stampede['clients']} clients on one cold object of"
         f" {size(stampede['size'])}; the slow readers are {slow['readers']} on one of {size(slow['size'])}."
     )
 
@@ -168,7 +165,7 @@ def _restart(result: Result) -> str:
         [words, _seconds(result[name]), _spread(result["spread_s"][name])]
         for name, words in (("index_s", "its index"), ("walk_s", "a walk"), ("empty_s", "an empty cache"))
     ]
-    return f"{result['objects']:,} objects.\n\n" + _table(["start by", "ready after", "least to most, s"], rows)
+    return f"{result['objects']:,} objects.\n\n" + table(["start by", "ready after", "least to most, s"], rows)
 
 
 def _eviction(result: Result) -> str:
@@ -182,7 +179,7 @@ def _eviction(result: Result) -> str:
         ]
         for one in result["compared"]
     ]
-    return _table(["capacity", *policies, "gap to the optimum closed"], rows)
+    return table(["capacity", *policies, "gap to the optimum closed"], rows)
 
 
 def _codec(result: Result) -> str:
@@ -200,7 +197,7 @@ def _codec(result: Result) -> str:
     headings = ["document", "codec", "of raw", "divergence, x recompute noise", "same first choice", "decoded, GB/s a core"]
     published = "\n".join(f"- {one['codec']}: {one['published']}" for one in result["published"])
     return (
-        f"{_table(headings, rows)}\n\nAs published by others, on their models and in their measures, not measured here:\n\n"
+        f"{table(headings, rows)}\n\nAs published by others, on their models and in their measures, not measured here:\n\n"
         f"{published}\n\n![Rate and distortion of the codecs](benchmarks/codec.svg)"
     )
 
@@ -233,7 +230,7 @@ def _against(result: Result) -> str:
         f"{result['tokens']:,} tokens, {size(result['raw_bytes'])} of KV, {result['runs']} rounds in alternating order, all on"
         " loopback. Regret: by how many nats the model itself prefers another token, at the worst of 16 tokens of an answer."
     )
-    parts = [about, _table(headings, rows)]
+    parts = [about, table(headings, rows)]
     if result["not_run"]:
         parts.append(
             "\n".join(f"- Not run: {one['way']}: {one['why']}. {one['install']}".rstrip() for one in result["not_run"])
@@ -248,7 +245,7 @@ def _against(result: Result) -> str:
         + "; ".join(f"{one['codec']}: {one['published']}" for one in result["published"])
         + ".",
         "What each checks before it gives KV to the model:",
-        _table(
+        table(
             ["way", "found by", "integrity", "authenticity", "that the model is the same", "confidentiality"],
             [["; ".join(ways), *cells] for cells, ways in grouped.items()],
         ),
@@ -265,15 +262,16 @@ def _faults(faults: Result) -> list[str]:
         text = ", ".join(counts)
         cells.setdefault(row["way"], {})[row["fault"]] = f"**{text}**" if row["wrong"] or row["unnoticed"] else text
     kinds = list(dict.fromkeys(row["fault"] for row in faults["rows"]))
-    table = _table(["way", *kinds], [[way, *(of_it.get(kind, "-") for kind in kinds)] for way, of_it in cells.items()])
+    shown = table(["way", *kinds], [[way, *(of_it.get(kind, "-") for kind in kinds)] for way, of_it in cells.items()])
     about = (
         f"Faults, on documents of {faults['tokens']:,} tokens, answers of {faults['answer_tokens']}. *Wrong*: some token is at"
-        f" least {faults['wrong_nats']} nats less likely than the best, by a prefill of the same text. *Unnoticed*: what was"
+        f" least {faults['wrong_nats']} nats less likely than the best, by a prefill of the same text, beyond what the"
+        " undamaged KV of a lossy way costs. *Unnoticed*: what was"
         " damaged, or of other weights, was used without a word, and the answer was right all the same. *Recovered*: it was"
         " right, after fetching again or computing. *Refused*: an error instead of an answer. A lost sector is 4 KiB of noise;"
         f" the other weights are the model's with {faults['weights_noise']:.0%} noise, under the same name."
     )
-    return [about, table]
+    return [about, shown]
 
 
 SECTIONS: dict[str, tuple[str, str, Callable[[Result], str]]] = {
@@ -299,3 +297,31 @@ def in_order(results: Mapping[str, Result]) -> dict[str, Result]:
     order = list(SECTIONS)
     known = [name for name in results if name.partition("-")[0] in SECTIONS]
     return {name: results[name] for name in sorted(known, key=lambda name: (order.index(name.partition("-")[0]), name))}
+
+
+def measured(results: Mapping[str, Result]) -> str:
+    """What the README tells of the results: the first tokens, on which machine, and a slow link."""
+    ttft, links = results["ttft"], results["crossover"]
+    rows = [
+        [f"stock `generate()` over the whole prompt, {ttft['tokens']:,} tokens", _seconds(ttft["prefill_ttft_s"])],
+        ["from a warm edge, from the text on", _sooner(ttft, "edge")],
+        ["from this host's local store", _sooner(ttft, "local")],
+        ["the floor: KV in memory already", _seconds(ttft["floor_ttft_s"])],
+    ]
+    # Where the plan has a choice: the two ways take most nearly the same.
+    row = min((row for row in links["rows"] if row["shaped"]), key=lambda row: abs(math.log(row["fetch_s"] / row["prefill_s"])))
+    kv = "bit-identical to" if ttft["bit_identical"] else "not the same as"
+    return (
+        f"{machine_words(ttft)} Medians of {ttft['runs']} alternating rounds, edge and client on the same cores:\n\n"
+        f"{table(['', 'time to first token'], rows)}\n\n"
+        f"{size(ttft['raw_bytes'])} of KV go over the wire as {size(ttft['wire_bytes'])} ({ttft['wire_ratio']:.3f}), {kv} a"
+        f" local prefill on the same schedule. A fetch takes {ttft['fetch_peak_over_kv']:.2f} times the KV's bytes of memory at"
+        f" its highest, the edge {size(ttft['edge_resident_bytes'])}.\nOn a link of {row['mbit']:.0f} Mbit/s,"
+        f" {links['tokens']:,} tokens take {_seconds(row['prefill_s'])} by prefilling, {_seconds(row['fetch_s'])} by fetching,"
+        f" and {_seconds(row['auto_s'])} as the client chooses (`kvcdn bench crossover`)."
+    )
+
+
+def _sooner(result: Result, name: str) -> str:
+    seconds = result[f"{name}_ttft_s"]
+    return f"{_seconds(seconds)} ({result['prefill_ttft_s'] / seconds:.1f} times sooner)"

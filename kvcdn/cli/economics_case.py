@@ -17,12 +17,10 @@ from kvcdn.economics.devices import Link
 from kvcdn.economics.models import Attention, Model, plain
 from kvcdn.economics.precisions import PRECISIONS, Precision
 from kvcdn.economics.pricebook import PriceBook
-from kvcdn.economics.prices import Tariff
+from kvcdn.economics.prices import Store, Tariff
 from kvcdn.economics.verdict import rounded
 from kvcdn.errors import UsageError
 from kvcdn.model.checkpoint import HUB_ALIASES
-
-"""A config, a price file or a measurement is a few kilobytes."""
 
 _MOST_DEVICES = 1 << 20
 
@@ -50,7 +48,13 @@ def _case(book: PriceBook, given: dict[str, Any]) -> Case:
         precision = Precision(precision.name, given["stored_ratio"])
     store = replace(
         known("store", given["store"], book.stores),
-        **_own(given, storage_usd="storage_usd_per_gb_month", request_usd="read_usd_per_1000", egress_usd="egress_usd_per_gb"),
+        **_own(
+            given,
+            storage_usd="storage_usd_per_gb_month",
+            request_usd="read_usd_per_1000",
+            write_usd="write_usd_per_1000",
+            egress_usd="egress_usd_per_gb",
+        ),
     )
     delivery = replace(known("delivery", given["delivery"], book.deliveries), **_own(given, edge_usd="egress_usd_per_gb"))
     tariff = replace(
@@ -64,7 +68,7 @@ def _case(book: PriceBook, given: dict[str, Any]) -> Case:
         speed=_speed(book, model, given, measured),
         store=store,
         delivery=delivery,
-        zero_egress=book.stores["r2"],
+        zero_egress=_zero_egress(book, given["zero_egress"]),
         tariff=tariff,
         link=_link(book, given["link"], given["rtt"]),
         tokens=given["tokens"],
@@ -77,6 +81,15 @@ def _case(book: PriceBook, given: dict[str, Any]) -> Case:
         request_bytes=given["request_bytes"],
         gpu_waits=given["gpu_waits"],
     )
+
+
+def _zero_egress(book: PriceBook, name: str) -> Store:
+    found = known("store", name, book.stores)
+    if found.egress_usd_per_gb:
+        raise UsageError(
+            f"--zero-egress {name} charges {found.egress_usd_per_gb:g} USD a GB for traffic", hint="give it to --store instead"
+        )
+    return found
 
 
 def _tariff(book: PriceBook, name: str, tokens: int) -> Tariff:

@@ -9,10 +9,10 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcdn import __version__
+from kvcdn.model.processor import cpu
 
 if TYPE_CHECKING:
     from kvcdn.model.load import LoadedModel
@@ -27,10 +27,11 @@ def machine(loaded: LoadedModel | None = None) -> dict[str, Any]:
 
     The load average tells what else was running: above the number of cores, times are noisy.
     """
+    name, instructions = cpu()
     told: dict[str, Any] = {
-        "cpu": next(_cpuinfo("model name"), platform.processor()),
+        "cpu": name,
         "cores": os.cpu_count(),
-        "bf16_instructions": sorted(_BF16 & set(next(_cpuinfo("flags"), "").split())),
+        "bf16_instructions": sorted(_BF16 & set(instructions)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "time": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
@@ -63,12 +64,3 @@ def _versions() -> Iterator[tuple[str, str]]:
     for package in _LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
             yield package, version(package)
-
-
-def _cpuinfo(name: str) -> Any:
-    """The values of a field of /proc/cpuinfo, none off Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return
-    yield from (line.split(":", 1)[1].strip() for line in lines if line.startswith(name))

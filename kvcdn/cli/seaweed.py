@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import shutil
 import socket
@@ -20,10 +21,16 @@ HOST = "127.0.0.1"
 REGION = "us-east-1"
 BUCKET = "kvcdn"
 
+VIRTUAL_DOMAIN = "0x1"
+"""Buckets also answer at BUCKET.0x1, for clients that know no other way. No name service is needed for VIRTUAL_BUCKET."""
+
+VIRTUAL_BUCKET = "127"
+"""127.0x1 is a way to write 127.0.0.1 (inet_aton(3)), and as good a host name as any."""
+
 START_SECONDS = 300.0
 """It takes about one second on an idle machine, on a busy one up to a minute."""
 
-STOP_SECONDS = 10.0
+STOP_SECONDS = 15.0
 """For an orderly end, which takes two; it survives being killed as well."""
 
 PORTS = (
@@ -38,6 +45,7 @@ PORTS = (
     "admin.port",
     "admin.port.grpc",
 )
+"""All that it opens: named, since its defaults may be taken."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,16 @@ class S3Server:
     """A running server and how to reach it."""
 
     endpoint: str
-    pid: int
+    process: subprocess.Popen[bytes] = field(repr=False)
     writer: Keys
     reader: Keys
     """May read and list, not write."""
     bucket: str = BUCKET
     region: str = REGION
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def port(self) -> int:
@@ -93,13 +105,16 @@ def running_seaweed(folder: Path, *, keep: bool = False) -> Iterator[S3Server]:
     folder.mkdir(parents=True, exist_ok=True)
     writer, reader = _keys("WRITER"), _keys("READER")
     config = folder / "s3.json"
-    config.write_text(json.dumps(_identities(writer, reader)))
+    write_private(config, json.dumps(_identities(writer, reader)))
     log = folder / "weed.log"
     ports = dict(zip(PORTS, _free_ports(len(PORTS)), strict=True))
     with log.open("wb") as output:
         command = _command(folder, config, ports)
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder)  # noqa: S603 - the package's own
-    server = S3Server(f"http://{HOST}:{ports['s3.port']}", process.pid, writer, reader)
+        # A process group of its own: Ctrl-C is for whoever started it, and ends it through them.
+        process = subprocess.Popen(  # noqa: S603 - the package's own
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=folder, process_group=0
+        )
+    server = S3Server(f"http://{HOST}:{ports['s3.port']}", process, writer, reader)
     try:
         _wait_until_healthy(server, process, log)
         _make_bucket(server)
@@ -108,6 +123,13 @@ def running_seaweed(folder: Path, *, keep: bool = False) -> Iterator[S3Server]:
         _stop(process, keep=keep)
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_private(path: Path, text: str) -> None:
+    """A new file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _keys(role: str) -> Keys:
@@ -136,6 +158,7 @@ def _command(folder: Path, config: Path, ports: Mapping[str, int]) -> list[str]:
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         "-s3.iam=false",
+        f"-s3.domainName={VIRTUAL_DOMAIN}",
         "-master.telemetry=false",
     )
     # Where possible the kernel ends the server with the thread that started it: a killed test run leaves nothing behind.

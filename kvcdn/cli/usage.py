@@ -10,7 +10,7 @@ import typer
 
 from kvcdn.accounting.books import Books
 from kvcdn.accounting.costs import cost_of
-from kvcdn.accounting.entry import Loss
+from kvcdn.accounting.entry import Loss, hour_of
 from kvcdn.accounting.hits import By, Row, rows
 from kvcdn.accounting.reconcile import reconcile as compare
 from kvcdn.cli.options import AsJson, Token
@@ -72,7 +72,7 @@ def usage(
     book = None if export is None else read_tariff(tariff)
     everything = read_books(paths, edge or (), token)
     books = everything.between(first, last)
-    _warn(books)
+    _warn(everything)
     if book is not None:
         show_bills(books, book, first, last, as_csv=export is Export.CSV)
         return
@@ -100,6 +100,9 @@ def usage(
 def _warn(books: Books) -> None:
     if books.dropped or books.forgotten:
         note(f"{books.dropped:,} entries were never written, {books.forgotten:,} sums deleted for want of room")
+    late = sum(entry.key.hour > hour_of() for entry in books)
+    if late:
+        note(f"{late:,} entries lie in hours to come: a clock was wrong where they were counted, and --to may leave them out")
     if books.runs:
         count = len(books.runs)
         who = "a process has not said that it" if count == 1 else f"{count:,} processes have not said that they"

@@ -216,7 +216,7 @@ class Case:
 
     def assumptions(self) -> dict[str, dict[str, Any]]:
         """Every assumption: its value, its unit, and where it comes from."""
-        model, speed, store = self.model, self.speed, self.store
+        model, speed, store, free = self.model, self.speed, self.store, self.zero_egress
         rows: list[tuple[str, Any, str, str, str]] = [
             ("model", model.name, model.kind, model.source, model.date),
             ("parameters", model.parameters, "", model.source, model.date),
@@ -240,7 +240,10 @@ class Case:
             ("egress_usd_per_gb", store.egress_usd_per_gb, "USD", store.source, store.date),
             ("edge_egress_usd_per_gb", self.delivery.egress_usd_per_gb, "USD", self.delivery.source, self.delivery.date),
             ("hit_ratio", self.hit_ratio, "of the reads, at edges", "assumed", ""),
-            ("zero_egress_store", self.zero_egress.name, "", self.zero_egress.source, self.zero_egress.date),
+            ("zero_egress_store", free.name, "", free.source, free.date),
+            ("zero_egress_storage_usd_per_gb_month", free.storage_usd_per_gb_month, "USD", free.source, free.date),
+            ("zero_egress_read_usd_per_1000", free.read_usd_per_1000, "USD", free.source, free.date),
+            ("zero_egress_write_usd_per_1000", free.write_usd_per_1000, "USD", free.source, free.date),
             ("input_usd_per_million", self.tariff.input_usd_per_million, "USD", self.tariff.source, self.tariff.date),
             ("cached_usd_per_million", self.tariff.cached_usd_per_million, "USD", self.tariff.source, self.tariff.date),
             ("link", self.link.bytes_per_s, "bytes a second", self.link.source, ""),

@@ -310,10 +310,15 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
 _MARKED = re.compile(r"(?<=^<!-- table: )([a-z0-9-]+)( -->\n).*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 
 
-def fill(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
-    """`text` with the table of every marker made anew. Raises UsageError for a marker that names no table, or none at all."""
+def fill(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS, *, others: bool = False) -> str:
+    """`text` with the table of every marker made anew; with `others`, tables that are none of `sections` stay as they are.
+
+    Raises UsageError for a marker that names no table, or none at all.
+    """
 
     def made(match: re.Match[str]) -> str:
+        if others and match[1] not in sections:
+            return match[0]
         if match[1] not in sections:
             raise UsageError(f"the document asks for a table {match[1]!r}", hint=f"known: {', '.join(sections)}")
         return f"{match[1]}{match[2]}\n{sections[match[1]]()}\n\n"

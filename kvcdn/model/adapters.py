@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from kvcdn.digest import Digest
 from kvcdn.errors import UnsupportedModelError, UsageError
+from kvcdn.model.checkpoint import first_line
 from kvcdn.model.fingerprint import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -82,11 +83,11 @@ def attach_adapters(model: Any, folders: Sequence[Path]) -> dict[str, Path]:
             else:
                 wrapper.load_adapter(str(folder), adapter_name=name)
         except (ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError) as error:
-            raise UnsupportedModelError(f"peft cannot load the adapter {folder}: {_first_line(error)}") from None
+            raise UnsupportedModelError(f"peft cannot load the adapter {folder}: {first_line(error)}") from None
     try:
         wrapper.base_model.set_adapter(list(names))
     except ValueError as error:
-        raise UnsupportedModelError(f"these adapters cannot be active together: {_first_line(error)}") from None
+        raise UnsupportedModelError(f"these adapters cannot be active together: {first_line(error)}") from None
     model.eval()
     return names
 
@@ -228,7 +229,3 @@ def _require_same_tensors(model: Any, adapter: str, folder: Path) -> str:
     if len(dtypes) != 1 or not dtypes <= DTYPE_NAMES.keys():
         raise UnsupportedModelError(f"the adapter {adapter!r} runs in {sorted(map(str, dtypes))}; supported is one of them")
     return DTYPE_NAMES[dtypes.pop()]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -78,7 +78,7 @@ def _hub_snapshot(hub_id: str) -> Path:
         ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UnavailableError(
-            f"cannot download {hub_id}: {_first_line(error)}",
+            f"cannot download {hub_id}: {first_line(error)}",
             hint="check the network, or give --model a local checkpoint folder",
         ) from None
 
@@ -96,7 +96,7 @@ def _packaged_smollm2() -> Path:
         staging.replace(target)
     except OSError as error:
         if not (target / "config.json").is_file():  # another process may have finished first
-            raise UnavailableError(f"cannot convert {source.name} into {target}: {_first_line(error)}") from None
+            raise UnavailableError(f"cannot convert {source.name} into {target}: {first_line(error)}") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
@@ -129,5 +129,6 @@ def _convert_gguf(source: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What a library says of an error, as far as it fits into one of ours."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.keys import ModelIdentity
 from kvcdn.layout import Layout
-from kvcdn.model.checkpoint import resolve_checkpoint
+from kvcdn.model.checkpoint import first_line, resolve_checkpoint
 from kvcdn.model.fingerprint import fingerprint_checkpoint, weights_dtype
 from kvcdn.model.layers import DTYPE_NAMES
 from kvcdn.model.load import LOAD_ERRORS, load_model
@@ -51,7 +51,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except LOAD_ERRORS as error:
-        raise UnsupportedModelError(f"transformers cannot load the tokenizer in {folder}: {_first_line(error)}") from None
+        raise UnsupportedModelError(f"transformers cannot load the tokenizer in {folder}: {first_line(error)}") from None
 
 
 def empty_layout(folder: Path) -> Layout:
@@ -63,7 +63,7 @@ def empty_layout(folder: Path) -> Layout:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except (*LOAD_ERRORS, RuntimeError, AttributeError, TypeError) as error:
         raise UnsupportedModelError(
-            f"transformers cannot make a model of {folder / 'config.json'}: {_first_line(error)}"
+            f"transformers cannot make a model of {folder / 'config.json'}: {first_line(error)}"
         ) from None
     try:
         return probe_layout(model)
@@ -76,7 +76,3 @@ def layout_dtype(identity: ModelIdentity) -> torch.dtype:
     """The dtype of a layout's first tensor: the model's own."""
     name = next(tensor.dtype for layer in identity.layout.layers for tensor in layer.parts(checkpoint=True))
     return next(dtype for dtype, text in DTYPE_NAMES.items() if text == name)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,12 +1,14 @@
-"""Processors, in words: kernels are chosen by what they are, and other kernels round otherwise."""
+"""Processors, in words: kernels are chosen by what they are, and other kernels round otherwise. Without torch."""
 
 from __future__ import annotations
 
 import functools
 import platform
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MATRIX_INSTRUCTIONS = frozenset(
     {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_tile", "bf16", "sve"}
@@ -17,6 +19,8 @@ MATRIX_INSTRUCTIONS = frozenset(
 def describe_device(device: torch.device) -> str:
     """`cpu (Intel(R) Xeon(R) Processor; avx2 avx512f)`, `cuda:0 (NVIDIA H200)`; the device alone where no more is known."""
     if device.type == "cuda":
+        import torch  # noqa: PLC0415 - a processor is described without it
+
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type != "cpu":
         return str(device)

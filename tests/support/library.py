@@ -55,6 +55,9 @@ class Library:
     def manifest_key(self, spec: Spec) -> str:
         return manifest_key(self.tag, self.names(spec).manifest_address)
 
+    def address(self, spec: Spec) -> str:
+        return str(self.names(spec).manifest_address)
+
     def block_keys(self, spec: Spec) -> list[str]:
         return [block_key(self.tag, name.address) for name in self.names(spec).blocks]
 

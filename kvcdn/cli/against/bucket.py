@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """The bucket of a running server."""
+    """A bucket of a running server: its own, or another that is made."""
 
-    def __init__(self, s3: S3Server) -> None:
-        self.s3 = s3
+    def __init__(self, s3: S3Server, name: str = "") -> None:
+        self.s3, self.name = s3, name or s3.bucket
         self._kept: Any = None
         self.server = Server(s3.port, lambda: [s3.pid])
 
@@ -29,19 +29,23 @@ class Bucket:
         """What `open_store` takes; credentials come from the environment."""
         return self.s3.url(prefix, endpoint=f"http://{HOST}:{port or self.s3.port}")
 
+    def make(self) -> None:
+        with self._client() as client:
+            client.create_bucket(Bucket=self.name)
+
     def put(self, key: str, data: bytes) -> None:
         with self._client() as client:
-            client.put_object(Bucket=self.s3.bucket, Key=key, Body=data)
+            client.put_object(Bucket=self.name, Key=key, Body=data)
 
     def get(self, key: str) -> bytes:
         with self._client() as client:
-            data: bytes = client.get_object(Bucket=self.s3.bucket, Key=key)["Body"].read()
+            data: bytes = client.get_object(Bucket=self.name, Key=key)["Body"].read()
             return data
 
     def download(self, key: str, target: Path, port: int | None = None) -> None:
         """As boto3's guide says: in parallel ranges, into a file."""
         with self._client(port) as client:
-            client.download_file(self.s3.bucket, key, str(target))
+            client.download_file(self.name, key, str(target))
 
     def stored(self, key: str) -> Stored:
         """The object `key`. What is written is what the server then believes is right: its own checksums are of that."""

@@ -120,8 +120,8 @@ def _carry(link: CountedLink, source: socket.socket, sink: socket.socket, replie
     with contextlib.suppress(OSError):
         while data := source.recv(_PIECE_BYTES):
             allowed = link.allowance(len(data)) if replies else len(data)
+            link.count(allowed)  # before whoever gets them can look
             sink.sendall(data[:allowed])
-            link.count(allowed)
             if allowed < len(data):
                 if link.dies:
                     link.end_all()

@@ -17,14 +17,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvcdn.cli.against.bucket import Bucket
 from kvcdn.cli.against.stand import Stand
 from kvcdn.cli.against.way import Checks, Document, Reading, Server, Stored, stored_file
-from kvcdn.cli.seaweed import HOST
+from kvcdn.cli.seaweed import HOST, VIRTUAL_BUCKET, VIRTUAL_DOMAIN
 from kvcdn.errors import KvcdnError, UnavailableError
+
+if TYPE_CHECKING:
+    from kvcdn.cli.seaweed import S3Server
 
 INSTALL = "make peers-lmcache"
 
@@ -34,13 +38,17 @@ CHUNK_TOKENS = 256
 BUFFER_GB = 0.5
 """Of its memory for chunks in flight; its default of 5 is for a server."""
 
-START_SECONDS = 120.0
+START_SECONDS = 600.0
+"""Its libraries take ten seconds to import, on a busy machine minutes."""
 
 ORDER_SECONDS = 180.0
 """Longest wait for an answer; a process that needs longer hangs, and is killed."""
 
 ENVIRONMENT = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0"}
 """Usage is not reported; hashes are equal in all processes, as its documentation asks for where a cache is shared."""
+
+UNTOLD = ("local_disk", "remote_url", "extra_config")
+"""Settings that hold places and credentials."""
 
 CHECKS = Checks("model's name, world size, worker, tokens, dtype", "none", "none", "its name, in the key", "none")
 
@@ -117,14 +125,16 @@ class Lmcache:
         *,
         folder: Path | None = None,
         server: Server | None = None,
+        bucket: Bucket | None = None,
         lossy: bool = False,
     ) -> None:
+        """What it keeps lies in `folder`, or at `server`, which `settings` name by `remote_url`, or there in `bucket`."""
         self.name, self.lossy = name, lossy
         self._stand, self._python, self._log = stand, python, log
         self._settings = {"local_cpu": False, "max_local_cpu_size": BUFFER_GB, **settings}
-        told = ", ".join(f"{key}={value}" for key, value in self._settings.items() if key not in ("local_disk", "remote_url"))
+        told = ", ".join(f"{key}={value}" for key, value in self._settings.items() if key not in UNTOLD)
         self.setup = f"LMCacheEngine, chunks of {CHUNK_TOKENS} tokens, {told}"
-        self._folder = folder
+        self._folder, self._bucket = folder, bucket
         self.server = server
         self._keys: dict[str, list[str]] = {}
         self._running = contextlib.ExitStack()
@@ -152,7 +162,8 @@ class Lmcache:
         prompt = self._stand.prompt(document, question)
         peer = self.peer
         if port is not None:
-            peer = self._start({**self._settings, "remote_url": f"lm://{HOST}:{port}"})
+            away = str(self._settings["remote_url"]).rpartition(":")[0]
+            peer = self._start({**self._settings, "remote_url": f"{away}:{port}"})
         try:
             found = peer.order(do="answer", prompt=prompt, tokens=tokens)
         except KvcdnError as error:
@@ -167,7 +178,9 @@ class Lmcache:
         """Its memory is a buffer only: everything is read again."""
 
     def stored(self, document: Document) -> Sequence[Stored]:
-        """Its chunks' files; nothing where its server keeps them in memory."""
+        """Its chunks' files or objects; nothing where its server keeps them in memory."""
+        if self._bucket is not None:
+            return [self._bucket.stored(key.replace("/", "_")) for key in self._keys[document.name]]
         if self._folder is None:
             return []
         names = {key.replace("/", "-") for key in self._keys[document.name]}
@@ -184,6 +197,35 @@ class Lmcache:
         self._peer = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def ways(stand: Stand, python: Path, folder: Path, s3: S3Server | None, running: contextlib.ExitStack) -> Iterator[Lmcache]:
+    """LMCache on this machine's disk, before a server of its own, and before S3; what they need ends with `running`."""
+    disk = folder / "lmcache-disk"
+    disk.mkdir()
+    log = [folder / f"lmcache-{number}.log" for number in range(4)]
+    local = {"local_disk": f"file://{disk}/", "max_local_disk_size": 20.0}
+    yield Lmcache(stand, "LMCache, local disk", python, log[0], local, folder=disk)
+    server = running.enter_context(lmcache_server(python, folder / "lmcache-server.log"))
+    remote = {"remote_url": f"lm://{HOST}:{server.port}"}
+    yield Lmcache(stand, "LMCache, its server", python, log[1], {**remote, "remote_serde": "naive"}, server=server)
+    cachegen = {**remote, "remote_serde": "cachegen"}
+    yield Lmcache(stand, "LMCache, its server, CacheGen", python, log[2], cachegen, server=server, lossy=True)
+    if s3 is not None:
+        bucket = Bucket(s3, VIRTUAL_BUCKET)
+        running.callback(bucket.close)
+        bucket.make()
+        yield Lmcache(stand, "LMCache, S3", python, log[3], s3_settings(s3), server=bucket.server, bucket=bucket)
+
+
+def s3_settings(s3: S3Server) -> Mapping[str, Any]:
+    """Its S3 connector signs for a bucket that is a host's name, and knows no other way to name one."""
+    access = {"aws_access_key_id": s3.writer.access_key, "aws_secret_access_key": s3.writer.secret_key}
+    return {
+        "remote_url": f"s3://{VIRTUAL_BUCKET}.{VIRTUAL_DOMAIN}:{s3.port}",
+        "remote_serde": "naive",
+        "extra_config": {"s3_region": s3.region, "disable_tls": True, "s3_prefer_http2": False, **access},
+    }
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from kvcdn.keys import PRECISION_NATIVE
 
 if TYPE_CHECKING:
     from kvcdn.cli.against.way import Server
+    from kvcdn.cli.seaweed import S3Server
 
 Tell = Callable[[str], None]
 
@@ -122,7 +123,7 @@ def measure_against(model: str, document: Path | None, extent: Extent, device: s
         if extent.fault_tokens:
             first, second = other_document(stand, text, extent.fault_tokens)
             wires = {row["way"]: row["wire_bytes"] for row in rows}
-            result["faults"] = _faults(found.ways, Faults(stand, first, second, ANSWER_TOKENS), extent, wires, tell)
+            result["faults"] = _faults(found, Faults(stand, first, second, ANSWER_TOKENS), extent, wires, tell)
         return result
 
 
@@ -153,7 +154,7 @@ def _assemble(found: _Set, stand: Stand, folder: Path, extent: Extent, running: 
         downloads = folder / "downloads"
         downloads.mkdir()
         found.ways.append(S3Files(stand, downloads, bucket))
-    _assemble_lmcache(found, stand, folder, running)
+    _assemble_lmcache(found, stand, folder, bucket.s3 if bucket else None, running)
     for precision in extent.precisions:
         edge = ThroughEdge(stand, folder / "caches", origin, precision)
         running.callback(edge.close)
@@ -168,34 +169,14 @@ def _assemble(found: _Set, stand: Stand, folder: Path, extent: Extent, running: 
             found.versions[package] = version(package)
 
 
-def _assemble_lmcache(found: _Set, stand: Stand, folder: Path, running: contextlib.ExitStack) -> None:
+def _assemble_lmcache(found: _Set, stand: Stand, folder: Path, s3: S3Server | None, running: contextlib.ExitStack) -> None:
     python = lmcache.interpreter()
     if python is None:
         found.not_run.append(_absent("LMCache", "environment with LMCache", lmcache.INSTALL))
         return
-    disk = folder / "lmcache-disk"
-    disk.mkdir()
-    server = running.enter_context(lmcache.lmcache_server(python, folder / "lmcache-server.log"))
-    remote = {"remote_url": f"lm://127.0.0.1:{server.port}"}
-    local = {"local_disk": f"file://{disk}/", "max_local_disk_size": 20.0}
-    ways = [
-        lmcache.Lmcache(stand, "LMCache, local disk", python, folder / "lmcache-1.log", local, folder=disk),
-        lmcache.Lmcache(
-            stand, "LMCache, its server", python, folder / "lmcache-2.log", {**remote, "remote_serde": "naive"}, server=server
-        ),
-        lmcache.Lmcache(
-            stand,
-            "LMCache, its server, CacheGen",
-            python,
-            folder / "lmcache-3.log",
-            {**remote, "remote_serde": "cachegen"},
-            server=server,
-            lossy=True,
-        ),
-    ]
-    for way in ways:
+    for way in lmcache.ways(stand, python, folder, s3, running):
         running.callback(way.close)
-    found.ways += ways
+        found.ways.append(way)
     found.versions["lmcache"] = lmcache.lmcache_version(python)
 
 
@@ -284,16 +265,20 @@ def _wire_bytes(way: Way, subject: Document) -> int | None:
         return link.bytes
 
 
-def _faults(ways: Sequence[Way], faults: Faults, extent: Extent, wires: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+def _faults(found: _Set, faults: Faults, extent: Extent, wires: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     rows = []
-    for way in ways:
-        if way.name == NoCache.name or way.lossy:
+    for way in found.ways:
+        if way.name == NoCache.name:
             continue
         wire = wires.get(way.name)
         trials: list[Trial] = []
-        for trial in faults.trials(way, wire and wire * extent.fault_tokens // extent.tokens):
-            tell(f"{way.name}: {trial.fault}: {trial.outcome} {trial.said}".strip())
-            trials.append(trial)
+        try:
+            for trial in faults.trials(way, wire and wire * extent.fault_tokens // extent.tokens):
+                tell(f"{way.name}: {trial.fault}: {trial.outcome} {trial.said}".strip())
+                trials.append(trial)
+        except KvcdnError as error:
+            found.not_run.append({"way": f"{way.name}, faults", "why": str(error), "install": ""})
+            tell(f"not run: {way.name}, faults: {error}")
         for fault in dict.fromkeys(trial.fault for trial in trials):
             of_it = [trial for trial in trials if trial.fault == fault]
             counts = Counter(trial.outcome for trial in of_it)
