@@ -18,7 +18,7 @@ class Kind(NamedTuple):
     """What objects have in common that are expected to be used again at similar rates."""
 
     uses: int
-    """How often it was asked for, in steps: 1, 2, 3 to 4, 5 to 8, more."""
+    """How often it was asked for, in steps: 1, 2, 3 to 4, 5 to 8, and so on up to `ranking.MOST_STEPS`."""
     place: int
     """0 within a chain, 1 at its end, 2 alone."""
     continued: bool

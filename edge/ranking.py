@@ -40,9 +40,9 @@ FADING = 0.99
 RESTORED_TOGETHER = 256
 """Objects of an earlier process that count as used at the same time: a start with a million of them takes seconds."""
 
-_USES_STEPS = (0, 0, 1, 2, 2, 3, 3, 3, 3)
-
-_MOST_USES = 4
+MOST_STEPS = 8
+"""Steps of uses that are told apart, each twice as long as the one before; beyond 128 all are one. Where a cache holds the few
+most popular of many documents, those at its margin have been used some dozens of times."""
 
 _FRESH_STEPS = (2, 8, 64)
 
@@ -334,7 +334,7 @@ class Ranking:
 
 
 def _kind(uses: int, place: int, length: int, known: int) -> Kind:
-    steps = _USES_STEPS[uses] if uses < len(_USES_STEPS) else _MOST_USES
+    steps = min((uses - 1).bit_length(), MOST_STEPS)
     where = 2 if length == 1 else int(place == length - 1)
     fresh = sum(length - known >= step for step in _FRESH_STEPS)
     return Kind(steps, where, known > 1, fresh)

@@ -229,6 +229,16 @@ def test_the_edge_is_not_below_the_best_online_policy(tmp_path: Path) -> None:
     assert max(margins) > 0.005, margins
 
 
+def test_the_edge_knows_the_few_that_are_asked_for_most(tmp_path: Path) -> None:
+    """Documents by Zipf's law, of which a small cache holds some fifty: those at its margin are all used dozens of times."""
+    rng, fresh = random.Random(3), itertools.count()
+    documents = [[next(fresh) for _ in range(16)] for _ in range(500)]
+    drawn = rng.choices(documents, [1 / rank**0.9 for rank in range(1, 501)], k=8000)
+    requests = read_trace(_write(tmp_path / "trace.jsonl", [[*document, next(fresh)] for document in drawn]))
+    share = {name: hit_share(make_policy(name, 800, requests), requests) for name in ("lru", "s3-fifo", "sieve", "arc", "edge")}
+    assert share.pop("edge") >= max(share.values())
+
+
 def test_the_command_prints_one_object(tmp_path: Path) -> None:
     """Rows of trace, capacity, policy and byte_hit, for every policy at every capacity; a second run says the same."""
     trace = _write(tmp_path / "short.jsonl.gz", _conversations(100))
