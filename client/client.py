@@ -45,6 +45,7 @@ from kvcdn.client.tensors import read_prompts
 from kvcdn.client.transport import Source
 from kvcdn.client.usage import Usage
 from kvcdn.client.views import View
+from kvcdn.codec import load_codecs
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
 from kvcdn.keys import PRECISION_NATIVE, Namespace, read_precisions
@@ -120,6 +121,7 @@ class Client:
             folders = {name: Path(folder) for name, folder in (adapters or {}).items()}
             self.loaded = bind_model(model, tokenizer, checkpoint, folders)
             self._supply = self._supply_for(self.loaded)
+            load_codecs()
         except UnsupportedModelError as error:
             self._unsupported = error
 

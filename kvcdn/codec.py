@@ -130,6 +130,11 @@ def _blosc2() -> Any:
     return blosc2
 
 
+def load_codecs() -> None:
+    """Loads what every block needs to be decoded: a tenth of a second that the first prompt would wait for."""
+    _blosc2()
+
+
 def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, what: str) -> None:
     if len(encoded) < _BLOSC_EXTENDED_HEADER_BYTES:
         raise CorruptError(f"{what}: a blosc2 chunk of {len(encoded)} bytes is too short")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 
+from kvcdn import codec
 from kvcdn.client import Client, MissReason
 from kvcdn.client.transport import EdgeSource, StoreSource
 from kvcdn.keys import Namespace, PrefixNames, block_key
@@ -82,6 +83,13 @@ def test_a_cache_leaves_with_its_last_view(published, mode):
             assert [None] * len(layers) == [layer() for layer in layers]
         finally:
             gc.enable()
+
+
+def test_a_client_has_loaded_what_decodes(published):
+    """The first prompt does not wait for a library to be imported."""
+    codec._blosc2.cache_clear()
+    with published.client():
+        assert 1 == codec._blosc2.cache_info().currsize
 
 
 def test_a_header_that_somebody_else_has_read_is_not_trusted_for_it(published):

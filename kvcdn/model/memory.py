@@ -1,7 +1,7 @@
 """Memory of caches: what held one prompt's tensors holds the next one's, when nobody has a view of it any more.
 
 The system clears every page that it gives to a process, at the page's first use. For a cache of 87 MB these are 21,000
-faults, a sixth of what a fetch costs, and the C library gives such memory back in between. So blocks of it are kept here, one a
+faults, a tenth of what a fetch costs, and the C library gives such memory back in between. So blocks of it are kept here, one a
 layer, in huge pages where the system has them. A kept block is the system's for the taking (MADV_FREE): where memory gets
 scarce it is gone, and reads as zeros. Blocks are private mappings: a child process of a fork writes to copies of its own.
 
