@@ -134,7 +134,7 @@ def check(model: str, case: CheckCase, tell: Callable[[str], None]) -> dict[str,
     if alone is None or len(rounds) < case.rounds:
         raise KvcdnError("too many rounds were spoiled", hint="try again on a machine that is less busy")
     simulated = _simulate(case, stock, requests, capacity, alone)
-    return _compared(case, stock, rounds, statistics.median(filled), alone, simulated)
+    return _compared(case, stock, rounds, statistics.median_low(filled), alone, simulated)
 
 
 def _publish(model: str, case: CheckCase, origin: Path) -> tuple[Stock, Callable[[str], Client]]:
