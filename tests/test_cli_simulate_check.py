@@ -46,3 +46,13 @@ def test_no_fetch_is_faster_than_its_link(found):
         assert min(row["real_s"], row["simulated_s"]) > 0.9 * least
         assert row["error"] == pytest.approx(row["simulated_s"] / row["real_s"] - 1, abs=1e-3)
     assert found["fetch"]["p50"]["simulated_s"] < found["fetch"]["max"]["simulated_s"]
+
+
+def test_what_a_fetch_takes_alone_is_told(found):
+    """It is what the simulation is given; and how far a round is from the fastest of each request, which no round beats."""
+    alone = found["alone"]
+    assert alone["open_bytes_per_s"] > 0
+    assert alone["hit_s"] >= 0.9 * alone["round_trips_of_a_hit_s"] > 0
+    assert alone["miss_s"] >= 0
+    assert all(row["rounds_apart"] >= 0 for row in found["fetch"].values())
+    assert {"cpu", "cores", "load_average", "kvcdn", "model"} <= found["machine"].keys()

@@ -1,7 +1,11 @@
-"""docs/simulation.md: its tables are what the code makes. Those of traces are made where KVCDN_TRACES names their folder."""
+"""docs/simulation.md: its tables are what the code makes of no trace, or of what came of the traces.
+
+Where KVCDN_TRACES names the folder of the traces, what came of them is simulated anew as well.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from functools import cache
@@ -10,7 +14,17 @@ from pathlib import Path
 import pytest
 
 from kvcdn.cli.simulate_plot import draw
-from kvcdn.cli.simulate_report import PLOTS, drawn_sections, sections
+from kvcdn.cli.simulate_report import (
+    CHECK_RECORD,
+    PLOTS,
+    RECORD,
+    Recording,
+    check_sections,
+    drawn_sections,
+    inputs,
+    recorded,
+    sections,
+)
 from kvcdn.errors import UsageError
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "simulation.md"
@@ -39,17 +53,44 @@ def test_drawn_tables_are_what_the_code_makes(name):
     assert shown(name) == drawn_sections(nothing)[name]()
 
 
+def record():
+    return DOCUMENT.with_name(RECORD).read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ["traces", "memory", "capacity"])
+def test_tables_of_traces_are_what_comes_of_the_record(name):
+    """No cell was written by hand, and none is older than the others."""
+    assert shown(name) == sections(recorded(record()), nothing)[name]()
+
+
+def test_the_record_is_of_todays_inputs():
+    """After a change of the preset, a price or a model: kvcdn simulate --report docs/simulation.md --trace FOLDER."""
+    assert inputs() == json.loads(record())["inputs"]
+
+
+def test_the_table_of_the_check_is_what_the_check_told():
+    """With its machine, and whether something else ran there: kvcdn simulate --check --report docs/simulation.md."""
+    found = json.loads(DOCUMENT.with_name(CHECK_RECORD).read_text("utf-8"))
+    assert shown("check") == check_sections(found)["check"]()
+    assert found["machine"]["cpu"] in shown("check")
+
+
 @pytest.mark.skipif(not FOLDER, reason="KVCDN_TRACES names no folder of traces")
 @pytest.mark.parametrize("name", ["traces", "memory"])
-def test_tables_of_traces_are_what_the_code_makes(name):
-    """The same for the traces that are not part of the project."""
-    assert shown(name) == sections(Path(FOLDER), nothing)[name]()
+def test_the_record_is_what_the_code_makes_of_the_traces(name):
+    """Which are not part of the project."""
+    runs = Recording(Path(FOLDER), nothing)
+    assert shown(name) == sections(runs, nothing)[name]()
+    kept = json.loads(record())["runs"]
+    assert runs.kept == {key: kept[key] for key in runs.kept}
 
 
 def test_every_table_is_in_the_document_once():
     """What can be generated is shown, and nothing twice; so are the plots."""
     text = DOCUMENT.read_text("utf-8")
-    assert sorted(sections(Path(), nothing)) == sorted(re.findall(r"^<!-- table: (\S+) -->$", text, re.MULTILINE))
+    assert sorted(("check", *sections(recorded(record()), nothing))) == sorted(
+        re.findall(r"^<!-- table: (\S+) -->$", text, re.MULTILINE)
+    )
     for name in PLOTS.values():
         assert f"({name})" in text
         assert (DOCUMENT.parent / name).stat().st_size < 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,7 +48,9 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Write the times to the first token to this .png or .svg file.")] = None,
     report: Annotated[
         Path | None,
-        typer.Option(help="Renew tables and plots of this document, docs/simulation.md, from the traces in --trace."),
+        typer.Option(
+            help="Renew tables and plots of this document, docs/simulation.md, from --trace; or its table of --check."
+        ),
     ] = None,
     *,
     check: Annotated[
@@ -60,8 +63,8 @@ def simulate(
     Caches evict and clients plan by the code that edges and clients run. Nothing is measured on this machine, but with --check.
     """
     if check:
-        refuse_others(ctx, "check", {"model", "as_json"})
-        _check(model, as_json=as_json)
+        refuse_others(ctx, "check", {"model", "report", "as_json"})
+        _check(model, report, as_json=as_json)
         return
     if report is not None:
         refuse_others(ctx, "report", {"trace"})
@@ -101,26 +104,43 @@ def simulate(
     _show(result)
 
 
-def _check(model: str, *, as_json: bool) -> None:
+def _check(model: str, report: Path | None, *, as_json: bool) -> None:
     from kvcdn.cli.simulate_check import CheckCase, check  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.cli.simulate_report import CHECK_RECORD, check_sections  # noqa: PLC0415
+    from kvcdn.cli.small_file import read_text  # noqa: PLC0415
+    from kvcdn.economics.report import fill  # noqa: PLC0415
 
+    text = "" if report is None else read_text(report)
     found = check(model, CheckCase(), note)
+    if report is not None:
+        report.write_text(fill(text, check_sections(found), others=True), "utf-8")
+        report.with_name(CHECK_RECORD).write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     if as_json:
         print_json(found)
         return
     rows = [
-        [name, f"{row['real_s']:.3f} s", f"{row['slowest_s']:.3f} s", f"{row['simulated_s']:.3f} s", f"{row['error']:+.1%}"]
+        [
+            name,
+            f"{row['real_s']:.3f} s",
+            f"{row['slowest_s']:.3f} s",
+            f"{row['rounds_apart']:+.1%}",
+            f"{row['simulated_s']:.3f} s",
+            f"{row['error']:+.1%}",
+        ]
         for name, row in found["fetch"].items()
     ]
-    print_table(["FETCH", "REAL", "SLOWEST ROUND", "SIMULATED", "ERROR"], rows)
+    print_table(["FETCH", "REAL", "SLOWEST ROUND", "A ROUND IS OFF BY", "SIMULATED", "ERROR"], rows)
+    alone, told = found["alone"], "beside its bytes, {:.3f} s of them round trips"
+    print_text(f"\na hit alone: {alone['hit_s']:.3f} s {told.format(alone['round_trips_of_a_hit_s'])}")
+    print_text(f"a miss alone: {alone['miss_s']:.3f} s more {told.format(alone['round_trips_of_a_miss_s'])}")
     hits, filled = found["hit_ratio"], found["filled_bytes"]
-    print_text(f"\nhits of the edge, by bytes: {hits['real']:.1%} really, {hits['simulated']:.1%} simulated")
+    print_text(f"hits of the edge, by bytes: {hits['real']:.1%} really, {hits['simulated']:.1%} simulated")
     print_text(f"filled by the edge: {size(filled['real'])} really, {size(filled['simulated'])} simulated")
 
 
 def _renew(document: Path, folder: Path | None) -> None:
     from kvcdn.cli.simulate_plot import draw  # noqa: PLC0415
-    from kvcdn.cli.simulate_report import plot_runs, sections  # noqa: PLC0415
+    from kvcdn.cli.simulate_report import RECORD, Recording, plot_runs, sections  # noqa: PLC0415
     from kvcdn.cli.small_file import read_text  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.economics.report import fill  # noqa: PLC0415
 
@@ -129,10 +149,12 @@ def _renew(document: Path, folder: Path | None) -> None:
             "--report needs the folder of the traces", hint="kvcdn simulate --report docs/simulation.md --trace FOLDER"
         )
     tell = ticking()
-    document.write_text(fill(read_text(document), sections(folder, tell)), "utf-8")
+    runs = Recording(folder, tell)
+    document.write_text(fill(read_text(document), sections(runs, tell), others=True), "utf-8")
+    document.with_name(RECORD).write_text(runs.to_json(), "utf-8")
     for name, result in plot_runs(folder, tell).items():
         draw(result, document.with_name(name))
-    note(f"{document}: tables and plots renewed")
+    note(f"{document}: tables and plots renewed, and {RECORD} beside it")
 
 
 def _topology(name: str) -> Topology:
