@@ -189,19 +189,14 @@ _JOIN = Loop(_join, (Array("uint8", 2), Array("uint8"), Array("uint8", 2), Array
 
 
 def _join_by_numpy(packed: Bytes, bases: Bytes, kept: Bytes, out: Bits) -> None:
-    """What `_join` does, by numpy."""
     count, width = kept.shape
     stride = max(_PIECE_VALUES // width // 2 * 2, 2)
     for begin in range(0, count, stride):
-        end = min(begin + stride, count)
-        pairs = packed[begin // 2 : (end + 1) // 2]
-        exponents = np.empty((len(pairs), 2, width), np.uint8)
-        np.bitwise_and(pairs, _LOW, out=exponents[:, 0])
-        np.right_shift(pairs, _HALF_BYTE, out=exponents[:, 1])
-        exponents += bases
-        bits = exponents.reshape(-1, width)[: end - begin].astype(np.uint16)
-        bits <<= _MANTISSA_BITS
-        others = kept[begin:end].astype(np.uint16)
-        others *= _TWICE
-        others &= _SIGN_AND_MANTISSA
-        np.bitwise_or(bits, others, out=out[begin:end])
+        piece = out[begin : begin + stride]
+        np.multiply(kept[begin : begin + stride], _TWICE, out=piece, dtype=np.uint16)
+        piece &= _SIGN_AND_MANTISSA
+        pairs = packed[begin // 2 : (begin + stride) // 2]
+        for rows, codes in ((piece[::2], pairs & _LOW), (piece[1::2], pairs >> _HALF_BYTE)):
+            exponents = (codes[: len(rows)] + bases).astype(np.uint16)
+            exponents <<= _MANTISSA_BITS
+            np.bitwise_or(rows, exponents, out=rows)
