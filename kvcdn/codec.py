@@ -163,6 +163,9 @@ LOSSY_CODECS = ("quant", "tc")
 _LEAST_RATIO = 0.56
 """Exponents of one bit each, by `exponents`; those of real KV have 2.5."""
 
+_SURE_BYTES = 1 << 16
+"""Of smaller tensors, bases and headers are too large a part to tell anything."""
+
 
 def encode_smallest(raw: Buffer, rows: Rows) -> tuple[str, bytes]:
     """Name and bytes of the smallest lossless encoding of `raw`."""
@@ -175,7 +178,7 @@ def encode_smallest(raw: Buffer, rows: Rows) -> tuple[str, bytes]:
             found.append(("exponents", apart))
             # `blosc2` takes longer than all else together, and is smaller only where a tensor repeats itself, as no real KV
             # does: then its exponents take hardly more than the half that signs and mantissas do.
-            if _LEAST_RATIO * len(raw) <= len(apart) < len(raw):
+            if len(raw) >= _SURE_BYTES and _LEAST_RATIO * len(raw) <= len(apart) < len(raw):
                 return found[0]
     found.append(("blosc2", CODECS["blosc2"].encode(raw, rows.typesize)))
     codec, encoded = min(found, key=lambda one: len(one[1]))
