@@ -6,6 +6,7 @@ segments it wants. An edge, which holds no keys, calls `SegmentVerifier` with th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from blake3 import blake3
 
 from kvcdn.basis import BasisName, read_basis_name
 from kvcdn.certificate import Certificate, read_certificate
-from kvcdn.codec import CODECS, MAX_EXPANSION_BYTES, Buffer, Encoded, Rows, decode_part, encode_smallest
+from kvcdn.codec import LOSSLESS_CODECS, MAX_EXPANSION_BYTES, Buffer, Encoded, Rows, decode_part, encode_smallest
 from kvcdn.digest import Digest, ModelTag, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
 from kvcdn.errors import CorruptError, QualityError
@@ -34,10 +35,12 @@ from kvcdn.seal import TAG_BYTES, ObjectKeys, segment_associated_data
 from kvcdn.segment import MAX_BLOCK_BYTES, MAX_SEGMENT_BYTES, Part, Segment, part_slices, read_segments
 from kvcdn.signing import PublicKey, SigningKey
 
-CODECS_OF = {
-    precision: (*CODECS, *(() if precision == PRECISION_NATIVE else ("tc",) if precision in TRANSFORMED else ("quant",)))
+_LOSSY_CODEC_OF = {
+    precision: () if precision == PRECISION_NATIVE else ("tc",) if precision in TRANSFORMED else ("quant",)
     for precision in PRECISIONS
 }
+
+CODECS_OF = {precision: (*LOSSLESS_CODECS, *lossy) for precision, lossy in _LOSSY_CODEC_OF.items()}
 """The codecs that parts of each precision may have (FORMAT.md 2.5)."""
 
 MAX_START = 1 << 24
@@ -278,13 +281,14 @@ def _seal_segment(
     encoded = []
     raw = [data.decoded if isinstance(data, Encoded) else data for data in tensors]
     for spec, data, size in zip(specs, tensors, map(len, raw), strict=True):
+        shape = spec.shape(name.tokens)
+        if size != DTYPE_BYTES[spec.dtype] * math.prod(shape):
+            raise ValueError(f"layer {place.layer}: {spec.name} has {size} bytes, its layout says {spec.dtype} {shape}")
         if isinstance(data, Encoded):
             codec, piece = data.codec, data.data
         else:
-            codec, piece = encode_smallest(data, DTYPE_BYTES[spec.dtype])
-        parts.append(Part(spec.name, codec, spec.dtype, spec.shape(name.tokens), len(piece)))
-        if parts[-1].raw_bytes != size:
-            raise ValueError(f"layer {place.layer}: {spec.name} has {size} bytes, its layout says {parts[-1].raw_bytes}")
+            codec, piece = encode_smallest(data, Rows(spec.dtype, shape))
+        parts.append(Part(spec.name, codec, spec.dtype, shape, len(piece)))
         encoded.append(piece)
     joined = b"".join(encoded)
     length = len(joined) + TAG_BYTES
@@ -305,7 +309,7 @@ def _check_parts(header: BlockHeader, what: str) -> None:
         for part in segment.parts:
             if part.raw_bytes > MAX_SEGMENT_BYTES or part.length > part.raw_bytes + MAX_EXPANSION_BYTES:
                 raise CorruptError(f"{what}: segment {segment.layer}: part {part.name} is too long for its shape")
-            if part.codec not in (CODECS if part.is_state else CODECS_OF[header.precision]):
+            if part.codec not in (LOSSLESS_CODECS if part.is_state else CODECS_OF[header.precision]):
                 raise CorruptError(
                     f"{what}: segment {segment.layer}: the codec {part.codec} is not one of {header.precision} precision"
                 )

@@ -1,7 +1,7 @@
 """Codecs: raw tensor bytes to encoded bytes and back (FORMAT.md 4.3). A codec is a value in the registry below.
 
-Decoders take authenticated bytes, yet trust no length: what does not fit exactly ends in CorruptError. Lossless codecs know
-bytes only and are here; lossy ones know numbers, and are loaded from kvcdn.codecs when the first of their parts is decoded.
+Decoders take authenticated bytes, yet trust no length: what does not fit exactly ends in CorruptError. Codecs that know bytes
+only are here; those that know numbers are loaded from kvcdn.codecs when the first of their parts is encoded or decoded.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _BLOSC_FILTER_CODES = slice(16, 22)
 _BLOSC_FILTER_META = slice(24, 30)
 _BLOSC_SHUFFLE = 1
 """The one filter in use, in any of the six places, the others empty: a lossy or plug-in filter would decode just as well."""
+
+_BLOSC_FILTERS = 6
 
 _BLOSC_PLAIN_OR_ZEROS = frozenset({0x00, 0x10})
 """Allowed values of blosc2_flags, the header's last byte: ordinary data, or a run of zeros. Others ask for a dictionary, lazy
@@ -94,10 +96,10 @@ class RawCodec:
 
 
 class BloscCodec:
-    """One C-Blosc2 chunk: byte shuffle, then zstd per plane. Exponent bytes shrink, mantissa bytes are kept."""
+    """One C-Blosc2 chunk: byte shuffle where `shuffled`, then zstd. Exponent bytes shrink, mantissa bytes are kept."""
 
-    def __init__(self, level: int = _BLOSC_ZSTD_LEVEL) -> None:
-        self._level = level
+    def __init__(self, *, shuffled: bool) -> None:
+        self._shuffled = shuffled
 
     def encode(self, raw: Buffer, typesize: int) -> bytes:
         blosc2 = _blosc2()
@@ -106,14 +108,15 @@ class BloscCodec:
                 raw,
                 typesize=typesize,
                 codec=blosc2.Codec.ZSTD,
-                clevel=self._level,
-                filters=[blosc2.Filter.SHUFFLE],
+                clevel=_BLOSC_ZSTD_LEVEL,
+                filters=[blosc2.Filter.SHUFFLE] if self._shuffled else [],
                 nthreads=1,
             )
         )
 
     def decode_into(self, encoded: Buffer, typesize: int, out: memoryview, what: str) -> None:
-        _check_chunk(encoded, typesize, len(out), what)
+        filters = [*[0] * (_BLOSC_FILTERS - 1), _BLOSC_SHUFFLE if self._shuffled else 0]
+        _check_chunk(encoded, typesize, len(out), filters, what)
         try:
             _blosc2().decompress2(encoded, dst=out, nthreads=1)
         except (RuntimeError, ValueError) as error:
@@ -135,7 +138,7 @@ def load_codecs() -> None:
     _blosc2()
 
 
-def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, what: str) -> None:
+def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, filters: list[int], what: str) -> None:
     if len(encoded) < _BLOSC_EXTENDED_HEADER_BYTES:
         raise CorruptError(f"{what}: a blosc2 chunk of {len(encoded)} bytes is too short")
     _, _, flags, chunk_typesize, nbytes, blocksize, cbytes = _BLOSC_HEADER.unpack_from(encoded)
@@ -146,24 +149,45 @@ def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, what: str) -> No
         )
     extended = flags & (_BLOSC_EXTENDED_FLAGS | _BLOSC_DELTA_FLAG) == _BLOSC_EXTENDED_FLAGS
     zstd = flags >> 5 == _BLOSC_ZSTD_FORMAT
-    shuffled = sorted(encoded[_BLOSC_FILTER_CODES]) == [0, 0, 0, 0, 0, _BLOSC_SHUFFLE] and not any(encoded[_BLOSC_FILTER_META])
+    filtered = sorted(encoded[_BLOSC_FILTER_CODES]) == filters and not any(encoded[_BLOSC_FILTER_META])
     ordinary = encoded[_BLOSC_EXTENDED_HEADER_BYTES - 1] in _BLOSC_PLAIN_OR_ZEROS
-    if not (extended and zstd and shuffled and ordinary):
+    if not (extended and zstd and filtered and ordinary):
         raise CorruptError(f"{what}: blosc2 chunk asks for features the format does not allow")
 
 
-CODECS: Mapping[str, Codec] = {"raw": RawCodec(), "blosc2": BloscCodec()}
-"""The lossless codecs."""
+CODECS: Mapping[str, Codec] = {"raw": RawCodec(), "blosc2": BloscCodec(shuffled=True)}
+"""The codecs that know bytes only."""
+
+PLAIN_CHUNK = BloscCodec(shuffled=False)
+"""A stream of bytes within another codec."""
+
+LOSSLESS_CODECS = (*CODECS, "exponents")
 
 LOSSY_CODECS = ("quant", "tc")
 
+_LEAST_RATIO = 0.56
+"""Exponents of one bit each, by `exponents`; those of real KV have 2.5."""
 
-def encode_smallest(raw: Buffer, typesize: int) -> tuple[str, bytes]:
-    """Name and bytes of the smallest encoding of `raw`."""
-    encoded = CODECS["blosc2"].encode(raw, typesize)
-    if len(encoded) < len(raw):
-        return "blosc2", encoded
-    return "raw", bytes(raw)
+_SURE_BYTES = 1 << 16
+"""Of smaller tensors, bases and headers are too large a part to tell anything."""
+
+
+def encode_smallest(raw: Buffer, rows: Rows) -> tuple[str, bytes]:
+    """Name and bytes of the smallest lossless encoding of `raw`."""
+    found = []
+    if rows.dtype == "bfloat16":
+        from kvcdn.codecs.exponents import encode_exponents  # noqa: PLC0415 - an edge does without arrays
+
+        apart = encode_exponents(raw, rows)
+        if apart is not None:
+            found.append(("exponents", apart))
+            # `blosc2` takes longer than all else together, and is smaller only where a tensor repeats itself, as no real KV
+            # does: then its exponents take hardly more than the half that signs and mantissas do.
+            if len(raw) >= _SURE_BYTES and _LEAST_RATIO * len(raw) <= len(apart) < len(raw):
+                return found[0]
+    found.append(("blosc2", CODECS["blosc2"].encode(raw, rows.typesize)))
+    codec, encoded = min(found, key=lambda one: len(one[1]))
+    return (codec, encoded) if len(encoded) < len(raw) else ("raw", bytes(raw))
 
 
 def decode_part(codec: str, encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
@@ -171,13 +195,21 @@ def decode_part(codec: str, encoded: Buffer, rows: Rows, out: memoryview, what: 
     if codec in CODECS:
         CODECS[codec].decode_into(encoded, rows.typesize, out, what)
     else:
-        _lossy_decoder(codec)(encoded, rows, out, what)
+        _decoder(codec)(encoded, rows, out, what)
 
 
 @functools.cache
-def _lossy_decoder(codec: str) -> Callable[[Buffer, Rows, memoryview, str], None]:
-    """The decoder of a codec that is one of `LOSSY_CODECS`."""
-    from kvcdn.codecs.quant import decode_grid  # noqa: PLC0415 - an edge does without arrays
+def _decoder(codec: str) -> Callable[[Buffer, Rows, memoryview, str], None]:
+    """The decoder of a codec that knows numbers."""
+    # Each by itself: an edge does without arrays, and most readers without two of the three.
+    if codec == "exponents":
+        from kvcdn.codecs.exponents import decode_exponents  # noqa: PLC0415
+
+        return decode_exponents
+    if codec == "quant":
+        from kvcdn.codecs.quant import decode_grid  # noqa: PLC0415
+
+        return decode_grid
     from kvcdn.codecs.transform import decode_transform  # noqa: PLC0415
 
-    return {"quant": decode_grid, "tc": decode_transform}[codec]
+    return decode_transform

@@ -193,7 +193,7 @@ LAYOUT = fields(layers=keeps_something, v=integer(1, 1))
 
 PRECISION = one_of("native", "int8", "int4")
 
-LOSSLESS = ("raw", "blosc2")
+LOSSLESS = ("raw", "blosc2", "exponents")
 
 GRIDS = ("int8", "int4")
 
@@ -472,17 +472,40 @@ def decode_part(part: dict[str, Any], encoded: bytes) -> bytes:
         return decode_grid(part, encoded)
     if part["codec"] == "tc":
         return decode_components(part, encoded)
-    return decode_chunk(encoded, size, element)
+    if part["codec"] == "exponents":
+        return decode_exponents(part, encoded)
+    return decode_chunk(encoded, size, element, [0] * 5 + [1])
 
 
-def decode_chunk(encoded: bytes, size: int, element: int) -> bytes:
+def decode_exponents(part: dict[str, Any], encoded: bytes) -> bytes:
+    """4.3, a number at a time."""
+    require(part["dtype"] == "bfloat16" and len(encoded) >= 4, "exponents")
+    count, width = part["shape"][0], math.prod(part["shape"][1:])
+    total, (strays,) = count * width, struct.unpack_from("<I", encoded)
+    starts = list(accumulate([4, 4 * strays, strays, width, total]))
+    require(strays <= total and starts[-1] <= len(encoded), "sizes of exponents")
+    places = struct.unpack_from(f"<{strays}I", encoded, 4)
+    require(all(before < after for before, after in pairwise((*places, total))), "places")
+    own, bases, kept = (encoded[begin:end] for begin, end in pairwise(starts[1:]))
+    require(max(bases) <= 240, "bases")
+    pairs = decode_chunk(encoded[starts[-1] :], (count + 1) // 2 * width, 1, [0] * 6)
+    exceptions, raw = dict(zip(places, own, strict=True)), bytearray()
+    for place in range(total):
+        row, column = divmod(place, width)
+        code = pairs[row // 2 * width + column] // (16 if row % 2 else 1) % 16
+        exponent = exceptions.get(place, code + bases[column])
+        raw += struct.pack("<H", kept[place] // 128 * 32768 + exponent * 128 + kept[place] % 128)
+    return bytes(raw)
+
+
+def decode_chunk(encoded: bytes, size: int, element: int, filters: list[int]) -> bytes:
     require(len(encoded) >= 32, "chunk header")
     nbytes, blocksize, cbytes = struct.unpack_from("<III", encoded, 4)
     require(nbytes == size and cbytes == len(encoded) and encoded[3] == element, "chunk sizes")
     require(1 <= blocksize <= nbytes, "chunk blocks")
     flags = encoded[2]
     require(flags & 1 and flags & 4 and not flags & 8 and flags >> 5 == 4, "chunk flags")
-    require(sorted(encoded[16:22]) == [0] * 5 + [1] and encoded[24:30] == bytes(6), "chunk filters")
+    require(sorted(encoded[16:22]) == filters and encoded[24:30] == bytes(6), "chunk filters")
     require(encoded[31] in (0x00, 0x10), "chunk special values")
     try:
         raw = blosc2.decompress2(encoded)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import statistics
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ import torch
 
 from kvcdn.block import open_header, open_segment, seal_block
 from kvcdn.certificate import MICRO, NANO, Certificate
+from kvcdn.cli.machine import spread
 from kvcdn.cli.options import quiet_libraries
 from kvcdn.cli.rig import document_text
 from kvcdn.codec import Buffer, Encoded
@@ -65,7 +65,8 @@ def measure_codecs(
 ) -> Iterator[dict[str, Any]]:
     """A row for each document and codec: sizes over raw KV, GB of raw KV a second, divergences in nats.
 
-    `decode_gbps_per_core` is hash, decryption and decoding of one block in one thread, as the median of `runs`.
+    `decode_gbps_per_core` is hash, decryption and decoding of one block, of which `spread_gbps` has the `runs`, by processor
+    time: that of one thread, whatever else runs.
     """
     quiet_libraries()
     loaded = load_model(model)
@@ -153,45 +154,52 @@ def _row(subject: _Subject, precision: str, runs: int) -> dict[str, Any]:
     certificate = None if encoder is None else _NO_CERTIFICATE
     decoded = [tuple(torch.empty_like(tensor) for tensor in layer) for layer in subject.exact]
     key, stored, seconds, blocks = SigningKey.generate(), 0, 0.0, []
-    for name in names.blocks:
-        rows = slice(name.start, name.end)
-        raw = [[tensor_bytes(tensor[rows]) for tensor in layer] for layer in subject.exact]
-        started = time.perf_counter()
+
+    def seal(name: BlockName) -> tuple[list[list[Buffer | Encoded]], bytes]:
+        raw = [[tensor_bytes(tensor[name.start : name.end]) for tensor in layer] for layer in subject.exact]
         layers: list[list[Buffer | Encoded]] = [
             [encoder.encode(data, index, place, name) if encoder else data for place, data in enumerate(tensors)]
             for index, tensors in enumerate(raw)
         ]
-        block = b"".join(seal_block(identity, name, subject.loaded.producer, layers, key, certificate, basis))
-        seconds += time.perf_counter() - started
+        return layers, b"".join(seal_block(identity, name, subject.loaded.producer, layers, key, certificate, basis))
+
+    whole = subject.encoders.basis if precision in TRANSFORMED else None
+    parts: Sequence[Sequence[Any]] = whole.tensors if whole else [()] * len(layout.layers)
+    # The first time finds no compiled loops, and asks for them.
+    _decode_speed(seal(names.blocks[0])[1], names.blocks[0], parts)
+    wait_until_compiled()
+    for name in names.blocks:
+        started = time.process_time()
+        layers, block = seal(name)
+        seconds += time.process_time() - started
         stored += len(block)
         blocks.append(block)
         for ours, made in zip(decoded, layers, strict=True):
             for tensor, data in zip(ours, made, strict=True):
-                tensor_bytes(tensor[rows])[:] = data.decoded if isinstance(data, Encoded) else data
-    whole = subject.encoders.basis if precision in TRANSFORMED else None
-    parts: Sequence[Sequence[Any]] = whole.tensors if whole else [()] * len(layout.layers)
-    _decode_speed(blocks[0], names.blocks[0], parts)
-    wait_until_compiled()
-    speed = statistics.median(_decode_speed(blocks[0], names.blocks[0], parts) for _ in range(runs))
+                rows = tensor_bytes(tensor[name.start : name.end])
+                rows[:] = data.decoded if isinstance(data, Encoded) else data
+    speeds = spread([_decode_speed(blocks[0], names.blocks[0], parts) for _ in range(runs)])
     row = {
         "document": subject.name,
         "codec": "lossless" if precision == PRECISION_NATIVE else precision,
         "ratio": round(stored / subject.raw_bytes, 4),
         "encode_gbps": round(subject.raw_bytes / seconds / 1e9, 4),
-        "decode_gbps_per_core": round(speed, 3),
+        "decode_gbps_per_core": speeds["median"],
+        "spread_gbps": speeds,
+        "threads": 1,
         **_quality(subject, decoded),
     }
     return row if whole is None else {**row, "basis_bytes": whole.name.size}
 
 
 def _decode_speed(block: bytes, name: BlockName, basis: Sequence[Sequence[Any]]) -> float:
-    """GB of raw KV a second: every segment of a block verified, decrypted and decoded in this thread."""
+    """GB of raw KV a second of processor time: every segment of a block verified, decrypted and decoded in this thread."""
     header, scratch = open_header(block, "block"), bytearray()
     keys = ObjectKeys(name.content_key, header.salt)
     outs = [[np.empty(part.raw_bytes, np.uint8).data for part in segment.parts] for segment in header.segments]
-    started = time.perf_counter()
+    started = time.process_time()
     for segment, places in zip(header.segments, outs, strict=True):
         begin = header.envelope_bytes + segment.offset
         stored = memoryview(block)[begin : begin + segment.length]
         open_segment(header, keys, segment.layer, stored, scratch, places, basis[segment.layer])
-    return header.raw_bytes / (time.perf_counter() - started) / 1e9
+    return header.raw_bytes / (time.process_time() - started) / 1e9

@@ -190,7 +190,7 @@ def _codec(result: Result) -> str:
             f"{row['ratio']:.3f}",
             f"{row['kl'] / row['kl_recompute']:.2f}" if row.get("kl_recompute") else "-",
             f"{row['top1']:.1%}" if "top1" in row else "-",
-            f"{row['decode_gbps_per_core']:.2f}" if "decode_gbps_per_core" in row else "-",
+            f"{row['decode_gbps_per_core']:.2f} {_spread(row.get('spread_gbps'))}" if "decode_gbps_per_core" in row else "-",
         ]
         for row in result["rows"]
     ]

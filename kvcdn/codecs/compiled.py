@@ -86,7 +86,7 @@ class Loop(Generic[P]):
 
     def make(self) -> None:
         """Compiles it, or loads what was compiled before. Raises whatever numba does."""
-        import numba  # noqa: PLC0415 - it takes a fifth of a second, and most processes never decode a lossy part
+        import numba  # noqa: PLC0415 - it takes a fifth of a second
 
         if numba.config.DISABLE_JIT:
             raise RuntimeError("numba is told to compile nothing (NUMBA_DISABLE_JIT)")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcdn.codec import CODECS, Rows
+from kvcdn.codec import CODECS, PLAIN_CHUNK, Rows
+from kvcdn.codecs.exponents import encode_exponents
 from kvcdn.codecs.quant import Grid, encode_grid
 from kvcdn.codecs.symbols import pack_symbols
 from kvcdn.codecs.transform import encode_transform
@@ -171,6 +172,46 @@ def _components(streams: list[bytes]) -> bytes:
     return struct.pack("<HHf", 0, len(streams) - 2, 1.0) + lengths + b"".join(streams)
 
 
+def exponent_payloads() -> Iterator[Payload]:
+    """Hostile exponents apart (FORMAT.md 4.3): 40 x 32 numbers."""
+    numbers = np.frombuffer(RAW, "<u2").copy()
+    numbers[[7, 900]] = 0
+    sound = encode_exponents(numbers.tobytes(), COMPONENT_ROWS)
+    assert sound is not None
+    begin = 4 + 5 * struct.unpack_from("<I", sound)[0]
+    bases, chunk = sound[begin : begin + 32], sound[begin + 32 + 1280 :]
+    kept = sound[begin + 32 : begin + 32 + 1280]
+    short, range_ = "too few", "out of range"
+
+    def written(strays: bytes, ours: bytes = bases, codes: bytes = chunk) -> bytes:
+        return strays + ours + kept + codes
+
+    def strays(*places: int) -> bytes:
+        return struct.pack(f"<I{len(places)}I", len(places), *places) + bytes(len(places))
+
+    found = {
+        "empty": (b"", short),
+        "count-cut": (sound[:3], short),
+        "count-alone": (bytes(4), short),
+        "more-exceptions-than-numbers": (struct.pack("<I", 1281) + bytes(20_000), short),
+        "4-G-exceptions": (struct.pack("<I", 2**32 - 1) + sound[4:], short),
+        "exception-behind-the-end": (written(strays(1280)), range_),
+        "exception-far-behind-the-end": (written(strays(7, 2**32 - 1)), range_),
+        "exceptions-descending": (written(strays(9, 7)), range_),
+        "exception-twice": (written(strays(7, 7)), range_),
+        "base-of-241": (written(strays(7), bytes([241]) * 32), range_),
+        "no-codes": (written(strays(7), codes=b""), "too short"),
+        "codes-cut": (sound[:-1], "blosc2 chunk"),
+        "trailing-byte": (sound + b"\0", "blosc2 chunk"),
+        "codes-of-a-row-less": (written(strays(7), codes=PLAIN_CHUNK.encode(bytes(19 * 32), 1)), "raw bytes in blocks"),
+        "a-code-a-byte": (written(strays(7), codes=PLAIN_CHUNK.encode(bytes(1280), 1)), "raw bytes in blocks"),
+        "codes-of-two-bytes": (written(strays(7), codes=PLAIN_CHUNK.encode(bytes(640), 2)), "typesize"),
+        "codes-shuffled": (written(strays(7), codes=CODECS["blosc2"].encode(bytes(range(160)) * 4, 1)), "does not allow"),
+    }
+    for name, (data, says) in found.items():
+        yield Payload(f"exponents-{name}", "exponents", data, says)
+
+
 def payloads() -> list[Payload]:
     """All of them."""
-    return [*grid_payloads(), *component_payloads()]
+    return [*grid_payloads(), *component_payloads(), *exponent_payloads()]

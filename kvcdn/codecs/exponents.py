@@ -1,0 +1,202 @@
+"""Exponents apart: a lossless codec of bfloat16 tensors, of which only the exponents have anything to save (FORMAT.md 4.3).
+
+Signs and mantissas are chance, and kept as they are. A channel's exponents lie within a few of each other, channels far
+apart: counted from a base of its own, nearly each fits 4 bits. Two to a byte, zstd finds no repetitions to chase in them, and
+Huffman codes of pairs are a good fit.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcdn.codec import PLAIN_CHUNK, Buffer, Rows
+from kvcdn.codecs.compiled import Array, Loop
+from kvcdn.errors import CorruptError
+
+DTYPE = "bfloat16"
+
+_COUNT = struct.Struct("<I")
+
+_EXCEPTION_BYTES = 5
+"""A place and an exponent."""
+
+MOST_CODE = 15
+MOST_BASE = 240
+
+_ABOVE_MEAN = 4
+"""How far above its mean exponent a channel's codes reach at most: single outliers are cheaper as exceptions."""
+
+_PIECE_VALUES = 96 * 1024
+"""Values joined at a time: their halves stay in a core's cache."""
+
+Bytes = NDArray[np.uint8]
+Bits = NDArray[np.uint16]
+
+_LOW = np.uint8(0x0F)
+_HALF_BYTE = np.uint8(4)
+_MANTISSA = np.uint16(0x007F)
+_SIGN_OF_BYTE = np.uint16(0x0080)
+_SIGN_AND_MANTISSA = np.uint16(0x807F)
+_MANTISSA_BITS = np.uint16(7)
+_BYTE_BITS = np.uint16(8)
+_TWICE = np.uint16(0x0101)
+"""A byte times this is the byte in both halves: a sign and a mantissa where each belongs, once the rest is masked."""
+
+
+def encode_exponents(raw: Buffer, rows: Rows) -> bytes | None:
+    """`raw`, taken apart; None where its exponents are too far apart for this to save anything."""
+    count, width = _table(rows)
+    bits = np.frombuffer(raw, "<u2").reshape(count, width)
+    tops, sums = np.zeros(width, np.uint8), np.zeros(width, np.uint32)
+    (_SURVEY.native() or _survey_by_numpy)(bits, tops, sums)
+    tops = np.minimum(tops, sums // np.uint32(count) + np.uint32(_ABOVE_MEAN))
+    bases = (np.maximum(tops, np.uint32(MOST_CODE)) - np.uint32(MOST_CODE)).astype(np.uint8)
+    packed, kept = np.empty((-(-count // 2), width), np.uint8), np.empty(bits.shape, np.uint8)
+    strayed = np.zeros(count, np.uint8)
+    (_TAKE_APART.native() or _take_apart_by_numpy)(bits, bases, packed, kept, strayed)
+    found = np.flatnonzero(strayed)
+    exponents = _exponents(bits[found])
+    which, columns = np.nonzero(exponents - bases > MOST_CODE)
+    if _EXCEPTION_BYTES * len(which) >= len(raw) // 4:
+        return None
+    places = (found[which] * width + columns).astype("<u4")
+    exceptions = (_COUNT.pack(len(places)), places.tobytes(), exponents[which, columns].tobytes())
+    return b"".join((*exceptions, bases.tobytes(), kept.tobytes(), PLAIN_CHUNK.encode(packed.reshape(-1).data, 1)))
+
+
+def decode_exponents(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
+    """Fills `out` with the tensor. Raises CorruptError."""
+    if rows.dtype != DTYPE:
+        raise CorruptError(f"{what}: exponents apart are of {DTYPE} tensors, not of {rows.dtype}")
+    count, width = _table(rows)
+    values = count * width
+    if len(encoded) < _COUNT.size:
+        raise CorruptError(f"{what}: {len(encoded)} bytes are too few for exponents apart")
+    (strays,) = _COUNT.unpack_from(encoded)
+    begin = _COUNT.size + _EXCEPTION_BYTES * strays
+    if strays > values or begin + width + values > len(encoded):
+        raise CorruptError(f"{what}: {len(encoded)} bytes are too few for exponents apart, {strays} of them exceptions")
+    places = np.frombuffer(encoded, "<u4", strays, _COUNT.size)
+    bases = np.frombuffer(encoded, np.uint8, width, begin)
+    kept = np.frombuffer(encoded, np.uint8, values, begin + width).reshape(count, width)
+    if not _sound(places, values) or bases.max() > MOST_BASE:
+        raise CorruptError(f"{what}: a base, or the place of an exception, is out of range")
+    packed = np.empty((-(-count // 2), width), np.uint8)
+    with memoryview(encoded)[begin + width + values :] as chunk:
+        PLAIN_CHUNK.decode_into(chunk, 1, packed.reshape(-1).data, what)
+    target = np.frombuffer(out, "<u2").reshape(count, width)
+    (_JOIN.native() or _join_by_numpy)(packed, bases, kept, target)
+    if strays:
+        exponents = np.frombuffer(encoded, np.uint8, strays, begin - strays).astype(np.uint16)
+        flat = target.reshape(-1)
+        flat[places] = (flat[places] & _SIGN_AND_MANTISSA) | (exponents << _MANTISSA_BITS)
+
+
+def _table(rows: Rows) -> tuple[int, int]:
+    """A tensor as rows and columns: its first dimension, and all others."""
+    return rows.shape[0], math.prod(rows.shape[1:])
+
+
+def _sound(places: NDArray[np.uint32], values: int) -> bool:
+    """Whether places ascend, and are places."""
+    return not len(places) or bool(places[-1] < values and (places[1:] > places[:-1]).all())
+
+
+def _exponents(bits: Bits) -> Bytes:
+    return ((bits >> _MANTISSA_BITS) & np.uint16(0xFF)).astype(np.uint8)
+
+
+def _survey(bits: Bits, tops: Bytes, sums: NDArray[np.uint32]) -> None:
+    """The largest exponent of each column, and their sum; both are zero before."""
+    count, width = bits.shape
+    for row in range(count):
+        for column in range(width):
+            exponent = np.uint8(bits[row, column] >> 7)
+            tops[column] = max(tops[column], exponent)
+            sums[column] += exponent
+
+
+def _survey_by_numpy(bits: Bits, tops: Bytes, sums: NDArray[np.uint32]) -> None:
+    exponents = _exponents(bits)
+    exponents.max(0, out=tops)
+    exponents.sum(0, dtype=np.uint32, out=sums)
+
+
+def _take_apart(bits: Bits, bases: Bytes, packed: Bytes, kept: Bytes, strayed: Bytes) -> None:
+    """Codes in pairs, signs and mantissas; a row of which codes do not fit has `strayed`, and zeros in their places."""
+    count, width = bits.shape
+    for pair in range(len(packed)):
+        low, high = 2 * pair, 2 * pair + 1
+        stray = np.uint8(0)
+        for column in range(width):
+            code = np.uint8((bits[low, column] >> 7) - bases[column])
+            stray |= code
+            packed[pair, column] = code if code <= MOST_CODE else 0
+            kept[low, column] = (bits[low, column] & 0x7F) | ((bits[low, column] >> 8) & 0x80)
+        strayed[low] = stray > MOST_CODE
+        if high < count:
+            stray = np.uint8(0)
+            for column in range(width):
+                code = np.uint8((bits[high, column] >> 7) - bases[column])
+                stray |= code
+                packed[pair, column] |= (code if code <= MOST_CODE else 0) << 4
+                kept[high, column] = (bits[high, column] & 0x7F) | ((bits[high, column] >> 8) & 0x80)
+            strayed[high] = stray > MOST_CODE
+
+
+def _take_apart_by_numpy(bits: Bits, bases: Bytes, packed: Bytes, kept: Bytes, strayed: Bytes) -> None:
+    codes = _exponents(bits) - bases
+    stray = codes > MOST_CODE
+    stray.any(1, out=strayed.view(bool))
+    codes[stray] = 0
+    packed[...] = codes[::2]
+    packed[: len(bits) // 2] |= codes[1::2] << _HALF_BYTE
+    kept[...] = (bits & _MANTISSA) | ((bits >> _BYTE_BITS) & _SIGN_OF_BYTE)
+
+
+_SURVEY = Loop(_survey, (Array("uint16", 2), Array("uint8", written=True), Array("uint32", written=True)))
+
+_TAKE_APART = Loop(
+    _take_apart,
+    (
+        Array("uint16", 2),
+        Array("uint8"),
+        Array("uint8", 2, written=True),
+        Array("uint8", 2, written=True),
+        Array("uint8", written=True),
+    ),
+)
+
+
+def _join(packed: Bytes, bases: Bytes, kept: Bytes, out: Bits) -> None:
+    count, width = kept.shape
+    for pair in range(len(packed)):
+        low, high = 2 * pair, 2 * pair + 1
+        for column in range(width):
+            exponent = (packed[pair, column] & 15) + bases[column]
+            out[low, column] = exponent << 7 | (kept[low, column] * 0x0101 & 0x807F)
+        if high < count:
+            for column in range(width):
+                exponent = (packed[pair, column] >> 4) + bases[column]
+                out[high, column] = exponent << 7 | (kept[high, column] * 0x0101 & 0x807F)
+
+
+_JOIN = Loop(_join, (Array("uint8", 2), Array("uint8"), Array("uint8", 2), Array("uint16", 2, written=True)))
+
+
+def _join_by_numpy(packed: Bytes, bases: Bytes, kept: Bytes, out: Bits) -> None:
+    count, width = kept.shape
+    stride = max(_PIECE_VALUES // width // 2 * 2, 2)
+    for begin in range(0, count, stride):
+        piece = out[begin : begin + stride]
+        np.multiply(kept[begin : begin + stride], _TWICE, out=piece, dtype=np.uint16)
+        piece &= _SIGN_AND_MANTISSA
+        pairs = packed[begin // 2 : (begin + stride) // 2]
+        for rows, codes in ((piece[::2], pairs & _LOW), (piece[1::2], pairs >> _HALF_BYTE)):
+            exponents = (codes[: len(rows)] + bases).astype(np.uint16)
+            exponents <<= _MANTISSA_BITS
+            np.bitwise_or(rows, exponents, out=rows)
