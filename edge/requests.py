@@ -6,14 +6,19 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from kvcdn.edge.hops import Hops
+from kvcdn.edge.outcome import CacheOutcome
+from kvcdn.edge.respond import Note, PlainResponse
 from kvcdn.edge.tracing import SPAN, SpanKind, Tracing
 from kvcdn.trail import REQUEST_ID, Trail, follow
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-def on_its_trail(handle: Handler, tracing: Tracing | None = None) -> Handler:
+def on_its_trail(handle: Handler, hops: Hops, tracing: Tracing | None = None) -> Handler:
     """`handle`, run for the trail that a request brings, or a new one, in a span where there is tracing.
+
+    One that came in a circle is refused.
 
     Each request has a task of its own, up to its line in the log: nothing of the trail is left for the next.
     """
@@ -25,7 +30,11 @@ def on_its_trail(handle: Handler, tracing: Tracing | None = None) -> Handler:
         if tracing is not None:
             span = request[SPAN] = tracing.begin("request", SpanKind.SERVER)
             span.follow()
-        response = await handle(request)
+        circle = hops.pass_on(given.getall("Via", ()))
+        if circle is None:
+            response = await handle(request)
+        else:
+            response = PlainResponse.refusal(Note("circle", "", CacheOutcome.REFUSED), circle)
         response.headers[REQUEST_ID] = trail.request_id
         return response
 

@@ -31,6 +31,7 @@ from kvcdn.edge.express import Express
 from kvcdn.edge.fetch import Fetcher
 from kvcdn.edge.front import Answering, FrontedServer
 from kvcdn.edge.guard import Guard
+from kvcdn.edge.hops import Hops
 from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origin, Origins
@@ -200,7 +201,8 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
     """An edge of `settings` before `stores`, which are asked in this order, in the running loop. Raises as `run`."""
     Guard.of(settings)
     trust, tls = trust_list(settings.trust_file), tls_context(settings)
-    tracing = open_tracing(settings)
+    tracing, hops = open_tracing(settings), Hops()
+    hops.begin()
     metrics, traffic = Metrics(), Traffic()
     traffic.apply(settings.speeds_by_tag)
     origins = Origins(stores)
@@ -230,7 +232,7 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
 
         # A span is begun before anything is known of a request: then all of them go the long way.
         short = Express(cache, recall, admission, metrics, traffic, usage).answer if tracing is None else _nothing
-        front = _server(settings, on_its_trail(edge.handle, tracing), log_answers, short)
+        front = _server(settings, on_its_trail(edge.handle, hops, tracing), log_answers, short)
         watch = Watch(revoked, origins, kept, settings.revocation_poll_seconds, recall.recall)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(usage or contextlib.nullcontext())
@@ -239,7 +241,7 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             stack.push_async_callback(fetcher.stop)
             url = admin_url = await stack.enter_async_context(_listening(settings, settings.address, front, tls))
             if settings.admin_address is not None:
-                admin = _server(settings, on_its_trail(edge.handle_admin, tracing), log_answers, _nothing)
+                admin = _server(settings, on_its_trail(edge.handle_admin, hops, tracing), log_answers, _nothing)
                 admin_url = await stack.enter_async_context(_listening(settings, settings.admin_address, admin, tls))
             scrub = Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second)
             for part in (recall, warming, watch, scrub, status):

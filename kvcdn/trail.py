@@ -83,7 +83,15 @@ def following(trail: Trail) -> Iterator[None]:
         _current.reset(token)
 
 
+_via: ContextVar[str] = ContextVar("kvcdn via", default="")
+
+
+def passing(via: str) -> None:
+    """From now on the caller's task, and what it begins, send requests on that have come by `via` (RFC 9110 section 7.6.3)."""
+    _via.set(via)
+
+
 def headers() -> dict[str, str]:
     """What to send with a request on behalf of the current one; nothing where there is none."""
-    trail = _current.get()
-    return {} if trail is None else trail.headers
+    trail, via = _current.get(), _via.get()
+    return ({"Via": via} if via else {}) | ({} if trail is None else trail.headers)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +39,7 @@ from support.edge_process import (
     running_edge,
     settle,
 )
+from support.web import running_web
 
 READERS = 64
 
@@ -402,6 +405,32 @@ def test_one_connection_fills_and_hits_in_turn(document: Document, tmp_path: Pat
         paths = [f"/{key}", "/nothing", f"/{key}", f"/v1/{'0' * 32}/manifests/{'0' * 64}", f"/{key}"]
         assert [200, 404, 200, 404, 200] == [exchange(connection, path).status for path in paths]
         assert data == exchange(connection, f"/{key}").body
+
+
+def test_tiers_that_lead_back_to_themselves_are_found_out(tmp_path: Path) -> None:
+    """A request that comes by an edge a second time is refused at once, and the first is told that the origin is not there."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    upper = f"http://127.0.0.1:{port}"
+    with (
+        running_edge(upper, tmp_path / "lower") as lower,
+        running_edge(lower.url, tmp_path / "upper", listen=f"127.0.0.1:{port}") as edge,
+    ):
+        assert edge.url == upper
+        assert 504 == ask(lower.url, f"/v1/{'0' * 32}/manifests/{'0' * 64}").status
+        assert metric(lower.url, 'kvcdn_edge_requests_total{cache="refused",route="circle",status="508"}')
+
+
+def test_hops_are_bounded_and_nothing_else_is_passed_on(document: Document, tmp_path: Path) -> None:
+    """Names of nine edges are one too many; what else stands in the field is no reason, and does not go further."""
+    name = "1.1 kvcdn-0123456789abcdef"
+    path = f"/{document.manifest_key}"
+    with running_web(_published(document)) as web, running_edge(web.url, tmp_path / "cache") as edge:
+        assert 508 == ask(edge.url, path, headers={"Via": ", ".join([name] * 9)}).status
+        assert [] == web.requests
+        assert document.manifest_bytes == ask(edge.url, path, headers={"Via": f"1.0 proxy (a stranger), {name}"}).body
+        ((_, _, headers),) = web.requests
+        assert re.fullmatch(r"1\.1 kvcdn-0123456789abcdef, 1\.1 kvcdn-[0-9a-f]{16}", headers["Via"])
 
 
 @pytest.mark.parametrize("cached", [False, True])

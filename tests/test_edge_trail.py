@@ -80,7 +80,7 @@ def test_what_goes_wrong_names_its_request(tmp_path: Path) -> None:
 
 
 def test_an_origin_sees_the_trail_and_no_more(document: Document, tmp_path: Path) -> None:
-    """Id and trace; no token, no other header of the reader's."""
+    """Id and trace, and that an edge asks; no token, no other header of the reader's."""
     key, data = next(iter(document.blocks.items()))
     store = MemoryStore()
     document.publish(store)
@@ -90,7 +90,7 @@ def test_an_origin_sees_the_trail_and_no_more(document: Document, tmp_path: Path
         assert data == ask(edge.url, "/" + key, headers={**sent, **private}).body
         _, _, headers = web.requests[0]
     assert sent == {name: headers.get(name) for name in sent}
-    assert {"Host", "User-Agent", "Accept-Encoding"} == set(headers) - set(sent)
+    assert {"Host", "Via", "User-Agent", "Accept-Encoding"} == set(headers) - set(sent)
 
 
 def test_a_reader_sends_one_id_for_a_prompt(document: Document, tmp_path: Path) -> None:
