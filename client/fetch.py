@@ -177,7 +177,8 @@ class PrefixFetch:
         if self._source.failing_s() > FAILING_SECONDS:
             return 0.0
         with self._changed:
-            return self._arrivals.rate(now, grace_s)
+            # While nothing is asked for, silence says nothing.
+            return self._arrivals.rate(now if self._busy else -math.inf, grace_s)
 
     def usable(self) -> int:
         """How many blocks from the front can be gone on from, by the model or by computing the next.

@@ -219,9 +219,7 @@ class Race:
             layout = self._loaded.identity.layout
             self._prefill = ScheduledPrefill(self._loaded.model, layout, 0, layers=fetch.layers)
         start, end = running.start, running.end
-        # What would come later than it is computed is not asked for: it would take the link and the cores for nothing.
-        spare = expected.arriving is None or expected.both is None or expected.arriving >= expected.both
-        fetch.computing(first, running.count, spare=spare)
+        fetch.computing(first, running.count)
         try:
             taken = self._prefill.run_one(self._token_ids[start:end], start, partial(self._at_layer, fetch))
         except BaseException as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,7 +167,7 @@ def open_segment(
                 decode_part(part.codec, piece, rows, out, f"{what}, {part.name}")
 
 
-def seal_block(
+def seal_block(  # noqa: PLR0913 - by name
     model: ModelIdentity,
     name: BlockName,
     producer: Producer,
@@ -175,22 +175,28 @@ def seal_block(
     key: SigningKey,
     certificate: Certificate | None = None,
     basis: BasisName | None = None,
+    *,
+    each: Callable[..., Iterable[Any]] = map,
 ) -> list[bytes]:
     """A block's bytes in pieces, envelope first; `layers[i][j]` are the raw bytes of tensor j of layer i (FORMAT.md 2.3).
 
     Raw bytes are stored losslessly, whatever the precision; what a lossy codec has encoded is stored as it is. A lossy
     precision has a certificate.
-    States come last, in a block that ends at a checkpoint.
+    States come last, in a block that ends at a checkpoint. `each` is `map`, or one that works at several layers at once.
     """
     salt = Digest(os.urandom(Digest.SIZE))
     keys = ObjectKeys(name.content_key, salt)
+    checkpoint = model.layout.is_checkpoint(name.index, name.tokens)
+
+    def seal(layer: tuple[int, tuple[LayerSpec, Sequence[Buffer | Encoded]]]) -> tuple[Segment, bytes]:
+        number, (spec, raw) = layer
+        return _seal_segment(keys, name, _Place(number, spec.kind), spec.parts(checkpoint=checkpoint), raw)
+
     segments: list[Segment] = []
     stored: list[bytes] = []
     offset = 0
-    for index, (spec, raw) in enumerate(zip(model.layout.layers, layers, strict=True)):
-        tensors = spec.parts(checkpoint=model.layout.is_checkpoint(name.index, name.tokens))
-        segment, sealed = _seal_segment(keys, name, _Place(index, offset, spec.kind), tensors, raw)
-        segments.append(segment)
+    for segment, sealed in each(seal, list(enumerate(zip(model.layout.layers, layers, strict=True)))):
+        segments.append(replace(segment, offset=offset))
         stored.append(sealed)
         offset += len(sealed)
     header = {
@@ -263,10 +269,9 @@ class SegmentVerifier:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a segment goes."""
+    """Which segment it is."""
 
     layer: int
-    offset: int
     kind: str
 
 
@@ -293,7 +298,7 @@ def _seal_segment(
     joined = b"".join(encoded)
     length = len(joined) + TAG_BYTES
     nothing = Digest(bytes(Digest.SIZE))
-    draft = Segment(place.layer, place.kind, place.offset, length, nothing, nothing, tuple(parts))
+    draft = Segment(place.layer, place.kind, 0, length, nothing, nothing, tuple(parts))
     sealed = keys.seal(place.layer, segment_associated_data(name.address, draft.descriptor), joined)
     return replace(draft, blake3=hash_bytes(sealed), raw_digest=keys.raw_digest(*raw)), sealed
 

@@ -1,14 +1,16 @@
 """One run of a publisher: the blocks and the manifest of one prefix, brought to the origin.
 
-While a block is computed, the one before is encoded, sealed and created. Blocks come first, the manifest last, nothing is
-overwritten. Blocks that exist (a shared prefix, an earlier run) are loaded instead of computed.
+While a block is computed, the one before is created; on a GPU it is encoded and sealed then as well, on a CPU in between.
+Blocks come first, the manifest last, nothing is overwritten. Blocks that exist (a shared prefix, an earlier run) are loaded
+instead of computed.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -39,6 +41,8 @@ from kvcdn.store import BlobStore
 _UPLOADS_IN_FLIGHT = 2
 """Blocks being encoded or uploaded while the next is computed; each holds its raw KV, some 16 MB, in memory."""
 
+_MOST_SEALING = 16
+"""Threads that seal a block, a layer at a time: it is over before more would have begun."""
 
 _LOADS_IN_FLIGHT = 2
 """Blocks that are read and decoded at once: while one waits for the origin, another has the processor."""
@@ -208,13 +212,22 @@ class Run:
         """Brings every block to the origin and returns their entries in order."""
         prefill, held = self.kept.prefill(self.loaded, self.names)
         entries = [entry for entry in self._begin(prefill, held, stored=True) if entry]
-        with ThreadPoolExecutor(_UPLOADS_IN_FLIGHT, thread_name_prefix="kvcdn-upload") as pool:
+        on_cpu = self.loaded.model.device.type == "cpu"
+        with (
+            ThreadPoolExecutor(_UPLOADS_IN_FLIGHT, thread_name_prefix="kvcdn-upload") as pool,
+            ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_SEALING), thread_name_prefix="kvcdn-seal") as cores,
+        ):
             pending: list[Future[BlockEntry]] = []
             try:
                 for block in prefill.run(token_ids, start=self._tokens_loaded):
                     self._count(block)
                     name = self.names.blocks[len(entries) + len(pending)]
-                    pending.append(pool.submit(self.write_block, name, block.raw_layers()))
+                    if on_cpu:
+                        # On all cores between two passes, whose threads wait for each other: a core taken from one of
+                        # them is taken from all.
+                        pending.append(pool.submit(self._create, name, self._seal(name, block.raw_layers(), each=cores.map)))
+                    else:
+                        pending.append(pool.submit(self.write_block, name, block.raw_layers()))
                     if len(pending) >= _UPLOADS_IN_FLIGHT:
                         entries.append(pending.pop(0).result())
                     self._report()
@@ -324,7 +337,19 @@ class Run:
         basis: BasisName | None = None,
     ) -> BlockEntry:
         """Seals a block and creates it at the origin."""
-        pieces = seal_block(self.names.model, name, self._producer, layers, self._key, certificate, basis)
+        return self._create(name, self._seal(name, layers, certificate, basis))
+
+    def _seal(
+        self,
+        name: BlockName,
+        layers: Sequence[Sequence[Buffer | Encoded]],
+        certificate: Certificate | None = None,
+        basis: BasisName | None = None,
+        each: Callable[..., Iterable[Any]] = map,
+    ) -> list[bytes]:
+        return seal_block(self.names.model, name, self._producer, layers, self._key, certificate, basis, each=each)
+
+    def _create(self, name: BlockName, pieces: list[bytes]) -> BlockEntry:
         size = sum(map(len, pieces))
         if self._store.create(block_key(self.names.model.tag, name.address), pieces):
             self._uploaded.append(size)
