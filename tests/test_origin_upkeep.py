@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvcdn.errors import CorruptError, NotFoundError, UsageError
+from kvcdn.keys import block_key, manifest_key
 from kvcdn.origin import sweep
 from kvcdn.origin.addresses import AddressSet
-from kvcdn.origin.catalog import find_manifest, find_model, list_published, model_tags
+from kvcdn.origin.catalog import find_manifest, find_model, find_object, list_published, model_tags
 from kvcdn.origin.check import Kind, check_origin
 from kvcdn.origin.collect import collect_garbage
 from kvcdn.origin.copy import copy_documents
@@ -148,10 +149,8 @@ def _worked(one):
 # -- the catalog -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("patience", [0, 1, 10_000])
-def test_models_are_found_without_listing_everything(here, monkeypatch, patience):
-    """Every tag, in order, whatever else lies there, whether or not the rest of a model is jumped over."""
-    monkeypatch.setattr("kvcdn.origin.catalog._PATIENCE", patience)
+def test_models_are_found_without_listing_everything(here):
+    """Every tag, in order, whatever else lies there; the objects behind a model's first are jumped over."""
     library = here
     libraries = [Library(library.store, model=small_model(n), key=library.key) for n in range(5)]
     for one in libraries:
@@ -161,6 +160,27 @@ def test_models_are_found_without_listing_everything(here, monkeypatch, patience
     assert sorted(one.tag for one in libraries) == list(model_tags(library.store))
     found = [listed.manifest.model_name for listed in list_published(library.store)]
     assert [one.model.name for one in sorted(libraries, key=lambda one: one.tag)] == found
+    seen = []
+    watched = Watched(library.store, lambda operation, _: seen.append(operation))
+    assert 5 == len(list(model_tags(watched)))
+    assert len(seen) < 2 * (5 + len(["0", "a-file", "doctor"]))
+
+
+@pytest.mark.parametrize("target", [manifest_key, block_key], ids=["manifest", "block"])
+def test_an_object_is_found_without_listing_all(here, target):
+    """By its address, the beginning of it, and its key; what is looked at does not grow with the origin."""
+    here.publish(*((number,) for number in range(1, 30)))
+    key = here.manifest_key((7,)) if target is manifest_key else here.block_keys((7,))[0]
+    address = key.rpartition("/")[2]
+    for name in (address, address[:16], key):
+        seen = []
+        watched = Watched(here.store, lambda operation, _, seen=seen: seen.append(operation))
+        assert key == find_object(watched, name).key
+        assert len(seen) < 10
+    with pytest.raises(NotFoundError, match="no object"):
+        find_object(here.store, "f" * 64)
+    with pytest.raises(NotFoundError, match="more than one object"):
+        [find_object(here.store, digit) for digit in "0123456789abcdef"]
 
 
 def test_listing_goes_on_behind_a_key(here):
