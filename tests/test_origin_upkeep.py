@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcdn.envelope import BLOCK_MAGIC
 from kvcdn.errors import CorruptError, NotFoundError, UsageError
 from kvcdn.keys import block_key, manifest_key
 from kvcdn.origin import sweep
@@ -17,10 +18,10 @@ from kvcdn.origin.addresses import AddressSet
 from kvcdn.origin.catalog import find_manifest, find_model, find_object, list_published, model_tags
 from kvcdn.origin.check import Kind, check_origin
 from kvcdn.origin.collect import collect_garbage
-from kvcdn.origin.copy import copy_documents
+from kvcdn.origin.copy import Resigner, copy_documents
 from kvcdn.origin.remove import remove_documents, retire_model
 from kvcdn.origin.whole import largest_block, read_header, verify_block
-from kvcdn.signing import SigningKey
+from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore
@@ -488,6 +489,44 @@ def test_a_document_that_conflicts_with_the_target_is_not_copied(here):
     assert [here.manifest_key((1, 2))] == [conflict["object"] for conflict in copied.conflicts]
     assert 1 == copied.documents
     assert [] == check_origin(target.store).problems
+
+
+def test_copies_are_signed_anew(here):
+    """Every object is the new key's and whole, also shared ones; an interrupted copy goes on; the KV is the same."""
+    here.publish((1, 2), (1, 3), (4,))
+    new, store = SigningKey.generate(), MemoryStore()
+    resigner = Resigner(new, TrustList.of(here.key.public))
+    store.create(here.block_keys((1, 2))[0], [b"".join(resigner_pieces(here, resigner, here.block_keys((1, 2))[0]))])
+    copied = copy_documents(here.store, store, resigner=resigner)
+    assert (3, 3, 2) == (copied.documents, copied.blocks, copied.blocks_existed)
+    assert [] == check_origin(store).problems
+    assert {new.public} == {listed.manifest.publisher for listed in list_published(store)}
+    for key in keys(store):
+        if "/blocks/" in key:
+            size = read_header(store, key).envelope_bytes
+            assert new.public == read_header(store, key).publisher
+            assert here.store.read(key, size) == store.read(key, size)
+    again = MemoryStore()
+    copy_documents(here.store, again, resigner=resigner)
+    assert {key: store.read(key) for key in keys(store)} == {key: again.read(key) for key in keys(again)}
+
+
+def resigner_pieces(library, resigner, key):
+    """A block as it is signed anew."""
+    data = library.store.read(key)
+    envelope = resigner.reseal(data, BLOCK_MAGIC, key)
+    return [envelope, data[len(envelope) :]]
+
+
+def test_what_strangers_signed_is_not_signed_anew(here):
+    """Neither a stranger's manifest nor one whose block is a stranger's; the rest is copied."""
+    stranger = Library(here.store, key=SigningKey.generate())
+    stranger.publish((7, 8))
+    here.publish((1,), (7, 9))
+    store = MemoryStore()
+    copied = copy_documents(here.store, store, resigner=Resigner(SigningKey.generate(), TrustList.of(here.key.public)))
+    assert {here.manifest_key((7, 8)), here.manifest_key((7, 9))} == {failure["object"] for failure in copied.untrusted}
+    assert (1, [here.manifest_key((1,))]) == (copied.documents, [listed.info.key for listed in list_published(store)])
 
 
 def test_a_source_that_cannot_be_listed_is_refused(here):
