@@ -55,9 +55,13 @@ class Watcher:
     def start(self) -> None:
         self._thread.start()
 
+    def signal(self) -> None:
+        """Has it end, without waiting for that."""
+        self._stop.set()
+
     def stop(self) -> None:
         """Ends after the document in hand; what was not looked at is looked at the next time."""
-        self._stop.set()
+        self.signal()
         self._thread.join(STOP_SECONDS)
 
     def _run(self) -> None:
