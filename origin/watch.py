@@ -42,9 +42,11 @@ class Watcher:
         book: WatchBook,
         store: BlobStore,
         journal: Journal,
+        *,
+        added: bool = False,
     ) -> None:
-        """`journal` is the store's, with the key that its jobs sign with."""
-        self._watch, self._source = watch, source
+        """`journal` is the store's, with the key that its jobs sign with; `added` is a watch that is in no settings."""
+        self._watch, self._source, self._added = watch, source, added
         self._queue, self._book, self._store, self._journal = queue, book, store, journal
         self._key = journal.signer
         self._stop = threading.Event()
@@ -77,7 +79,7 @@ class Watcher:
 
     def step(self) -> None:
         """A look, where one is due; and whatever there is to do about versions. Raises a KvcdnError."""
-        if self._book.claim(self._watch.name, self._watch.every):
+        if self._book.claim(self._watch.name, self._watch.every, added=self._added):
             self.look()
         self.settle()
 

@@ -159,11 +159,15 @@ class WatchBook:
 
     # -- looks ----------------------------------------------------------------------------------------------------------------
 
-    def claim(self, watch: str, every: float) -> bool:
-        """Whether a look is due, and this process's from now on; the next one is in `every` seconds."""
+    def claim(self, watch: str, every: float, *, added: bool = False) -> bool:
+        """Whether a look is due, and this process's from now on; the next one is in `every` seconds.
+
+        Never for a watch that was `added`, and is removed by now.
+        """
         now = self._clock()
         with self._writing() as base:
-            base.execute("INSERT OR IGNORE INTO watches (name, next) VALUES (?, ?)", (watch, now))
+            if not added:
+                base.execute("INSERT OR IGNORE INTO watches (name, next) VALUES (?, ?)", (watch, now))
             due = "next <= ?2 OR next > ?2 + ?3"  # a clock that was set back does not stop it
             found = base.execute(f"UPDATE watches SET next = ?2 + ?3 WHERE name = ?1 AND ({due})", (watch, now, every))  # noqa: S608 - constants
         return found.rowcount == 1

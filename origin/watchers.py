@@ -57,7 +57,8 @@ class Watchers:
         resolve = resolve_any if self._settings.allow_internal_urls else resolve_public
         for name in wanted.keys() - self._running.keys():
             source = WatchSource(wanted[name], resolve, self._settings.max_document)
-            watcher = Watcher(wanted[name], source, self._queue, self._book, self._store, self._journal)
+            added = name not in fixed
+            watcher = Watcher(wanted[name], source, self._queue, self._book, self._store, self._journal, added=added)
             self._running[name] = wanted[name], watcher
             watcher.start()
 
