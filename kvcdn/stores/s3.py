@@ -178,7 +178,9 @@ class S3Store:
                 checksum = _crc32(part)
                 sent = self._client.upload_part(**target, PartNumber=number, Body=part, ChecksumCRC32=checksum)
                 done.append({"PartNumber": number, "ETag": sent["ETag"], "ChecksumCRC32": checksum})
-            self._client.complete_multipart_upload(**target, MultipartUpload={"Parts": done}, IfNoneMatch="*")
+            ended = self._client.complete_multipart_upload(**target, MultipartUpload={"Parts": done}, IfNoneMatch="*")
+            if not ended.get("ETag"):  # the status comes before the server has put the parts together
+                raise UnavailableError(f"{self.url}: the server did not say that {name} is whole", hint="try again later")
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell; a lifecycle rule removes what stays
                 self._client.abort_multipart_upload(**target)
