@@ -58,11 +58,16 @@ class BlobStore(Protocol):
     def create(self, key: str, pieces: Sequence[bytes]) -> bool:
         """Writes the joined `pieces` as a new object; durable on return. False where one exists, which then is untouched."""
 
-    def list(self, prefix: str) -> Iterator[BlobInfo]:
-        """Every object whose key starts with `prefix`, in key order."""
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        """Every object whose key starts with `prefix` and comes behind `after`, in key order; nothing before is looked at."""
 
     def delete(self, key: str) -> None:
         """Removes the object; no error where there is none."""
+
+
+def is_behind(name: str, after: str) -> bool:
+    """Whether the key `name` comes behind `after`; of a folder, with its slash, whether a key in it may."""
+    return name > after or (name.endswith("/") and after.startswith(name))
 
 
 def check_key(key: str) -> str:

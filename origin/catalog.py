@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import CorruptError, NotFoundError, UsageError
-from kvcdn.keys import manifest_key, model_tag
+from kvcdn.keys import block_key, manifest_key, model_tag
 from kvcdn.manifest import MAX_MANIFEST_BYTES, Manifest, open_manifest
 from kvcdn.store import BlobInfo, BlobStore
 
@@ -18,8 +19,8 @@ _DIGITS = "0123456789abcdef"
 _BEHIND_TAGS = "g"
 """No tag comes behind it."""
 
-_PATIENCE = 10_000
-"""Objects of one model that are listed before the rest is jumped over: listing so many costs about what the jump does."""
+_LAST = "~"
+"""Comes behind all that keys are made of."""
 
 _READERS = 8
 """Manifests read at once: they are small, so that a distant store is all waiting."""
@@ -50,40 +51,27 @@ class Listed:
 
 
 def model_tags(store: BlobStore) -> Iterator[ModelTag]:
-    """The models that have objects at `store`, in order, without listing all of them.
-
-    A store lists by prefix and from the first key on. Where a model has many objects, the rest of them is jumped over: the
-    next tag begins with some digits of this one and then a greater digit, which makes at most 480 questions.
-    """
-    yield from _tags(store, "")
-
-
-def _tags(store: BlobStore, start: str) -> Iterator[ModelTag]:
-    name, seen = "", 0
-    for info in store.list(f"v1/{start}"):
-        seen += 1
+    """The models that have objects at `store`, in order, without listing all of them."""
+    after = ""
+    while (info := next(iter(store.list("v1/", after)), None)) is not None:
         found = info.key.split("/")[1]
-        if found > _BEHIND_TAGS:  # a journal may have more entries than there are documents
+        if found > _BEHIND_TAGS:
             return
         tag = ModelTag.read(found)
-        if tag is not None and found != name:
-            name, seen = found, 0
+        if tag is not None:
             yield tag
-        if name == found and seen >= _PATIENCE:
-            for position in reversed(range(len(start), len(name))):
-                for digit in _DIGITS[_DIGITS.index(name[position]) + 1 :]:
-                    yield from _tags(store, name[:position] + digit)
-            return
+        after = f"v1/{found}/{_LAST}"
 
 
-def manifest_infos(store: BlobStore, tag: ModelTag, start: str = "") -> Iterator[BlobInfo]:
-    """The objects of a model's manifests whose address begins with `start`, in order."""
-    return (info for info in store.list(f"v1/{tag}/manifests/{start}") if address_of(info.key) is not None)
+def manifest_infos(store: BlobStore, tag: ModelTag, start: str = "", after: str = "") -> Iterator[BlobInfo]:
+    """The objects of a model's manifests whose address begins with `start`, in order; those behind the key `after`."""
+    return (info for info in store.list(f"v1/{tag}/manifests/{start}", after) if address_of(info.key) is not None)
 
 
-def block_infos(store: BlobStore, tag: ModelTag) -> Iterator[BlobInfo]:
-    """The objects of a model's blocks, in order."""
-    return (info for info in store.list(f"v1/{tag}/blocks/") if address_of(info.key) is not None)
+def block_infos(store: BlobStore, tag: ModelTag, start: str = "") -> Iterator[BlobInfo]:
+    """The objects of a model's blocks whose address begins with `start`, in order."""
+    folder = f"{start[:2]}/" if len(start) > 1 else ""  # as in `block_key`
+    return (info for info in store.list(f"v1/{tag}/blocks/{folder}{start}") if address_of(info.key) is not None)
 
 
 def address_of(key: str) -> Digest | None:
@@ -123,15 +111,12 @@ def read_manifest(store: BlobStore, info: BlobInfo) -> Listed | None:
 
 
 def list_published(
-    store: BlobStore, *, tag: ModelTag | None = None, after: str | None = None, progress: Progress = silent
+    store: BlobStore, *, tag: ModelTag | None = None, after: str = "", progress: Progress = silent
 ) -> Iterator[Listed]:
     """Every manifest, or those of one model, in order of object key; only those behind the key `after`."""
     count = 0
     for each in [tag] if tag else model_tags(store):
-        if after is not None and after > f"v1/{each}/manifests/~":  # behind all of its manifests
-            continue
-        infos = (info for info in manifest_infos(store, each) if after is None or info.key > after)
-        for listed in read_manifests(store, infos):
+        for listed in read_manifests(store, manifest_infos(store, each, after=after)):
             count += 1
             progress("manifests read", count)
             yield listed
@@ -139,20 +124,35 @@ def list_published(
 
 def find_manifest(store: BlobStore, target: str) -> BlobInfo:
     """The one manifest at `target`: its address, the beginning of it, or its object key. Raises NotFoundError."""
+    return _find(store, target, "document", {manifest_key: manifest_infos})
+
+
+def find_object(store: BlobStore, target: str) -> BlobInfo:
+    """The one manifest or block at `target`: its address, the beginning of it, or its object key. Raises NotFoundError."""
+    return _find(store, target, "object", {manifest_key: manifest_infos, block_key: block_infos})
+
+
+def _find(
+    store: BlobStore,
+    target: str,
+    what: str,
+    kinds: Mapping[Callable[[ModelTag, Digest], str], Callable[[BlobStore, ModelTag, str], Iterator[BlobInfo]]],
+) -> BlobInfo:
     parts = target.split("/")
     if len(parts) > 1:
         address, tag = Digest.read(parts[-1]), ModelTag.read(parts[1])
-        found = [] if address is None or tag is None or target != manifest_key(tag, address) else [store.stat(target)]
-        infos = [info for info in found if info]
+        named = address is not None and tag is not None and target in [key(tag, address) for key in kinds]
+        infos = [info] if named and (info := store.stat(target)) else []
     elif not target or set(target) - set(_DIGITS) or len(target) > 2 * Digest.SIZE:
         raise UsageError(f"{target[:80]!r} is not an address or the beginning of one", hint="kvcdn ls shows the addresses")
     else:
-        infos = [info for tag in model_tags(store) for info in manifest_infos(store, tag, target)]
+        found = (info for tag in model_tags(store) for infos_of in kinds.values() for info in infos_of(store, tag, target))
+        infos = list(islice(found, 2))
     if len(infos) == 1:
         return infos[0]
-    what = f"{len(infos)} documents" if infos else "no document"
+    count = f"more than one {what}" if infos else f"no {what}"
     raise NotFoundError(
-        f"{what} at {store.url} has an address that begins with {target!r}", hint="kvcdn ls shows the addresses"
+        f"{count} at {store.url} has an address that begins with {target!r}", hint="kvcdn ls shows the addresses"
     )
 
 

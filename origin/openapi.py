@@ -6,6 +6,7 @@ from typing import Any
 
 from kvcdn import __version__
 from kvcdn.origin.jobs import JobRequest, JobState
+from kvcdn.origin.watch_settings import WatchSettings
 
 _JOB = {"$ref": "#/components/schemas/Job"}
 _JOBS = {
@@ -19,6 +20,7 @@ _WATCH = {
         "name": {"type": "string"},
         "next_look": {"type": "number"},
         "last_look": {"type": ["number", "null"]},
+        "added": {"type": ["object", "null"], "description": "The WatchSettings of a watch that was added; null for others."},
         "reason": {"type": "string", "description": "Why the last look saw nothing, or not all; empty where it did."},
         **{name: {"type": "integer"} for name in ("named", "documents", "failing", "submitted", "current", "old")},
     },
@@ -50,12 +52,14 @@ _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"
 def describe() -> dict[str, Any]:
     """The document that the service answers at /v1/openapi.json."""
     request = JobRequest.model_json_schema(ref_template="#/components/schemas/{model}")
+    watch = WatchSettings.model_json_schema(ref_template="#/components/schemas/{model}")
+    kinds = watch.pop("$defs", {})
     return {
         "openapi": "3.1.0",
         "info": {"title": "kvcdn prefill service", "version": __version__},
         "paths": _paths(),
         "components": {
-            "schemas": {"JobRequest": request, "Job": _job(), "Error": _ERROR},
+            "schemas": {"JobRequest": request, "Job": _job(), "WatchSettings": watch, "Error": _ERROR, **kinds},
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT"}},
         },
         "security": [{"bearer": []}],
@@ -77,6 +81,8 @@ def _paths() -> dict[str, Any]:
         {"name": "after", "in": "query", "schema": {"type": "string"}, "description": "The `next` of the page before."},
         {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 1000}},
     ]
+    watch = {"$ref": "#/components/schemas/WatchSettings"}
+    watched = {"required": True, "content": {"application/json": {"schema": watch}}}
     status = {"type": "object", "properties": {"status": {"type": "string"}}}
     return {
         "/v1/jobs": {
@@ -95,7 +101,17 @@ def _paths() -> dict[str, Any]:
             }
         },
         "/v1/jobs/{id}/retry": {"post": _operation("Try a dead job again.", _JOB, parameters=[_ID])},
-        "/v1/watches": {"get": _operation("What the watches see: needs the scope admin.", _WATCHES)},
+        "/v1/watches": {
+            "get": _operation("What the watches see: needs the scope admin.", _WATCHES),
+            "post": _operation("Add a watch of URLs: needs the scope admin.", watch, "201", requestBody=watched),
+        },
+        "/v1/watches/{name}": {
+            "delete": _operation(
+                "Remove a watch that was added; what it published stays: needs the scope admin.",
+                {"type": "object", "properties": {"removed": {"type": "string"}}},
+                parameters=[{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+            )
+        },
         "/v1/openapi.json": {"get": _operation("This document.", {"type": "object"}, security=[])},
         "/healthz": {"get": _operation("Whether the service runs.", status, security=[])},
         "/readyz": {"get": _operation("Whether it takes new work.", status, security=[])},

@@ -76,7 +76,7 @@ def follow_successors(store: BlobStore, key: PublicKey, trust: TrustList, known:
     Goes by the lists of everybody on `trust` that are `known` or at `store`. Raises UntrustedError where `key` is not
     trusted or any of them is refused, CorruptError for a statement that is none.
     """
-    trust.revoking(_revoked(store, trust, known)).require(key, "this key")
+    trust.revoking(revoked_publishers(store, trust, known)).require(key, "this key")
     steps: list[Succession] = []
     while len(steps) < MAX_STEPS:
         found = find_successor(store, steps[-1].successor if steps else key)
@@ -87,7 +87,7 @@ def follow_successors(store: BlobStore, key: PublicKey, trust: TrustList, known:
             raise CorruptError(f"the successors of {key.text} at {store.url} go in a circle")
         # The new key speaks for itself from here on: as if it were on the list, what it revokes counts.
         trust = TrustList({**trust.names, found.successor: ""}, trust.refused)
-        revoked = _revoked(store, trust, known)
+        revoked = revoked_publishers(store, trust, known)
         if found.successor in revoked or key in revoked:
             which = found.successor if found.successor in revoked else key
             raise RevokedError(f"{which.text} was {revoked[which]}", hint="its successors are not to be followed")
@@ -95,7 +95,7 @@ def follow_successors(store: BlobStore, key: PublicKey, trust: TrustList, known:
     return steps
 
 
-def _revoked(store: BlobStore, trust: TrustList, known: Revocations) -> dict[PublicKey, str]:
+def revoked_publishers(store: BlobStore, trust: TrustList, known: Revocations) -> dict[PublicKey, str]:
     """Whose keys somebody on `trust` revokes."""
     revoked = dict(known.of(trust).publishers)
     for signer in trust.names:

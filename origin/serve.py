@@ -18,17 +18,12 @@ from aiohttp import web
 
 from kvcdn.access.listening import tls_context
 from kvcdn.errors import UnavailableError, UsageError
-from kvcdn.origin.fetching import resolve_public
 from kvcdn.origin.journal import Journal
-from kvcdn.origin.queue import JobQueue
 from kvcdn.origin.ray_environment import ray_environment, require_ray
 from kvcdn.origin.service import Service, forgetting
-from kvcdn.origin.service_settings import ServiceSettings, resolve_any
-from kvcdn.origin.watch import Watcher
-from kvcdn.origin.watch_sources import WatchSource
+from kvcdn.origin.service_settings import ServiceSettings
 from kvcdn.origin.watched import WatchBook
-from kvcdn.signing import SigningKey
-from kvcdn.store import BlobStore
+from kvcdn.origin.watchers import Watchers
 
 RESTART_SECONDS = 1.0
 """Before a worker that died is started again; twice that for each that died early before it, up to a minute."""
@@ -78,7 +73,7 @@ async def serving(settings: ServiceSettings) -> AsyncIterator[str]:
     store, (key, _) = settings.open_store(), settings.open_keys()
     queue = settings.open_queue()
     book = WatchBook(settings.queue_path, queue)
-    watchers = _watchers(settings, queue, book, store, key)
+    watchers = Watchers(settings, queue, book, Journal(store, key), store)
     service = Service(settings, queue, guard, book)
     runner = web.AppRunner(service.application(), access_log=None, shutdown_timeout=5.0)
     await runner.setup()
@@ -91,26 +86,18 @@ async def serving(settings: ServiceSettings) -> AsyncIterator[str]:
                 await web.TCPSite(runner, settings.address.host, settings.address.port, ssl_context=tls).start()
             except OSError as error:
                 raise UnavailableError(f"cannot listen on {settings.address}: {error.strerror}") from None
-            for watcher in watchers:
-                watcher.start()
+            watchers.start()
             yield settings.address.url(runner.addresses[0][1], "http" if tls is None else "https")
     finally:
         service.draining = True
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-        await asyncio.gather(*(asyncio.to_thread(watcher.stop) for watcher in watchers))
+        await asyncio.to_thread(watchers.stop)
         await runner.cleanup()
         service.close()
         book.close()
         queue.close()
-
-
-def _watchers(settings: ServiceSettings, queue: JobQueue, book: WatchBook, store: BlobStore, key: SigningKey) -> list[Watcher]:
-    resolve = resolve_any if settings.allow_internal_urls else resolve_public
-    journal = Journal(store, key)
-    sources = [(watch, WatchSource(watch, resolve, settings.max_document)) for watch in settings.watch]
-    return [Watcher(watch, source, queue, book, store, journal) for watch, source in sources]
 
 
 async def _keep_worker(settings: ServiceSettings, program: str) -> None:

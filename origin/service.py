@@ -25,6 +25,7 @@ from kvcdn.origin.jobs import Job, JobRequest, JobState, read_request
 from kvcdn.origin.openapi import describe
 from kvcdn.origin.queue import JobQueue, QueueFullError
 from kvcdn.origin.service_settings import ServiceSettings
+from kvcdn.origin.watch_settings import read_watch, require_served
 from kvcdn.origin.watched import WatchBook
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Service:
     """The jobs of one queue over HTTP. Belongs to an event loop; `close` when it has ended."""
 
-    def __init__(self, settings: ServiceSettings, queue: JobQueue, guard: Guard, book: WatchBook | None = None) -> None:
+    def __init__(self, settings: ServiceSettings, queue: JobQueue, guard: Guard, book: WatchBook) -> None:
         self._settings, self._queue, self._guard, self._book = settings, queue, guard, book
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcdn-queue")
         self._orders: list[tuple[str, JobRequest, asyncio.Future[Job]]] = []
@@ -84,6 +85,8 @@ class Service:
                 web.delete("/v1/jobs/{id}", self._cancel),
                 web.post("/v1/jobs/{id}/retry", self._retry),
                 web.get("/v1/watches", self._watches),
+                web.post("/v1/watches", self._add_watch),
+                web.delete("/v1/watches/{name}", self._remove_watch),
             ]
         )
         return app
@@ -212,7 +215,24 @@ class Service:
 
     async def _watches(self, request: web.Request) -> web.Response:
         _granted(request, Scope.ADMIN)
-        return _json({"watches": await self.asked(self._book.status) if self._book else []})
+        return _json({"watches": await self.asked(self._book.status)})
+
+    async def _add_watch(self, request: web.Request) -> web.Response:
+        _granted(request, Scope.ADMIN)
+        try:
+            value = json.loads(await request.read())
+        except (ValueError, RecursionError):
+            raise UsageError("the body is no JSON", hint="GET /v1/openapi.json describes a watch") from None
+        watch = read_watch(value)
+        require_served((*self._settings.watch, watch), self._settings.models, self._settings.namespaces)
+        await self.asked(self._book.add, watch)
+        return _json(watch.model_dump(mode="json"), 201)
+
+    async def _remove_watch(self, request: web.Request) -> web.Response:
+        _granted(request, Scope.ADMIN)
+        name = request.match_info["name"]
+        await self.asked(self._book.remove, name)
+        return _json({"removed": name})
 
     # -- the service ----------------------------------------------------------------------------------------------------------
 

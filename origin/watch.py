@@ -42,9 +42,11 @@ class Watcher:
         book: WatchBook,
         store: BlobStore,
         journal: Journal,
+        *,
+        added: bool = False,
     ) -> None:
-        """`journal` is the store's, with the key that its jobs sign with."""
-        self._watch, self._source = watch, source
+        """`journal` is the store's, with the key that its jobs sign with; `added` is a watch that is in no settings."""
+        self._watch, self._source, self._added = watch, source, added
         self._queue, self._book, self._store, self._journal = queue, book, store, journal
         self._key = journal.signer
         self._stop = threading.Event()
@@ -55,9 +57,13 @@ class Watcher:
     def start(self) -> None:
         self._thread.start()
 
+    def signal(self) -> None:
+        """Has it end, without waiting for that."""
+        self._stop.set()
+
     def stop(self) -> None:
         """Ends after the document in hand; what was not looked at is looked at the next time."""
-        self._stop.set()
+        self.signal()
         self._thread.join(STOP_SECONDS)
 
     def _run(self) -> None:
@@ -73,7 +79,7 @@ class Watcher:
 
     def step(self) -> None:
         """A look, where one is due; and whatever there is to do about versions. Raises a KvcdnError."""
-        if self._book.claim(self._watch.name, self._watch.every):
+        if self._book.claim(self._watch.name, self._watch.every, added=self._added):
             self.look()
         self.settle()
 

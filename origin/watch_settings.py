@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvcdn.errors import UsageError
 from kvcdn.origin.jobs import MAX_TTL_SECONDS, Window
@@ -71,6 +71,22 @@ class WatchSettings(BaseModel):
         default=None, description="Hours of UTC in which its jobs may begin, such as 22:00-06:00."
     )
     ttl: int | None = Field(default=None, ge=1, le=MAX_TTL_SECONDS, description="Seconds from publication to expiry.")
+
+
+def read_watch(value: Any) -> WatchSettings:
+    """A watch from the network, which may name public URLs only: no folder or file of this machine. Raises UsageError."""
+    try:
+        watch = WatchSettings.model_validate(value)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc'])) or 'the watch'}: {problem['msg'].removeprefix('Value error, ')}"
+            for problem in error.errors(include_input=False, include_url=False)
+        )
+        raise UsageError(f"not a watch: {problems[:1000]}", hint="GET /v1/openapi.json describes one") from None
+    if watch.kind is WatchKind.FOLDER or not watch.source.startswith(("http://", "https://")):
+        hint = "name folders and files of the service's machine in its settings"
+        raise UsageError("a watch that is added is a list or sitemap at a URL", hint=hint)
+    return watch
 
 
 def require_served(watches: tuple[WatchSettings, ...], models: tuple[str, ...], namespaces: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ being removed nobody submits the same content: the job would find it published, 
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 import time
@@ -17,17 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcdn.errors import KvcdnError
+from kvcdn.errors import KvcdnError, NotFoundError, UsageError
 from kvcdn.origin.database import transaction
 from kvcdn.origin.fetching import Validators
 from kvcdn.origin.jobs import Job, JobRequest
 from kvcdn.origin.queue import BUSY_SECONDS, JobQueue
 from kvcdn.origin.queue_errors import translated
+from kvcdn.origin.watch_settings import WatchSettings
 
 TENANT = "watch"
 """Whose the jobs of all watches are."""
 
 MAX_REASON = 300
+
+MAX_ADDED = 100
+"""Watches that are in no settings: each has a thread."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS watches (
@@ -36,6 +41,10 @@ CREATE TABLE IF NOT EXISTS watches (
     looked REAL,
     documents INTEGER NOT NULL DEFAULT 0,
     reason TEXT NOT NULL DEFAULT ''
+) STRICT;
+CREATE TABLE IF NOT EXISTS watches_added (
+    name TEXT PRIMARY KEY,
+    settings TEXT NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS watched (
     watch TEXT NOT NULL,
@@ -121,13 +130,44 @@ class WatchBook:
             except sqlite3.Error as error:
                 raise translated(error, self._path) from None
 
+    # -- watches that are in no settings ---------------------------------------------------------------------------------------
+
+    def add(self, watch: WatchSettings) -> None:
+        """A watch for every service with this queue, from their next second on. Raises UsageError where the name is taken."""
+        with self._writing() as base:
+            (count,) = base.execute("SELECT count(*) FROM watches_added").fetchone()
+            if count >= MAX_ADDED:
+                raise UsageError(f"{count} watches were added, which is the most", hint="remove one, or use the settings")
+            if base.execute("SELECT 1 FROM watches_added WHERE name = ?", (watch.name,)).fetchone():
+                raise UsageError(f"there is a watch {watch.name} already", hint="remove it, or take another name")
+            base.execute("INSERT INTO watches_added VALUES (?, ?)", (watch.name, watch.model_dump_json()))
+            base.execute("INSERT OR IGNORE INTO watches (name, next) VALUES (?, ?)", (watch.name, self._clock()))
+
+    def remove(self, name: str) -> None:
+        """Ends a watch that was added, and forgets what it saw; what it published stays. Raises NotFoundError."""
+        with self._writing() as base:
+            if base.execute("DELETE FROM watches_added WHERE name = ?", (name,)).rowcount == 0:
+                raise NotFoundError(f"no watch {name} was added", hint="a watch of the settings is taken out there")
+            base.execute("DELETE FROM watches WHERE name = ?", (name,))
+            base.execute("DELETE FROM watched WHERE watch = ?", (name,))
+            base.execute("DELETE FROM versions WHERE watch = ?", (name,))
+
+    def added(self) -> dict[str, WatchSettings]:
+        """The watches that were added, by name."""
+        rows = self._asked("SELECT name, settings FROM watches_added ORDER BY name")
+        return {name: WatchSettings.model_validate_json(settings) for name, settings in rows}
+
     # -- looks ----------------------------------------------------------------------------------------------------------------
 
-    def claim(self, watch: str, every: float) -> bool:
-        """Whether a look is due, and this process's from now on; the next one is in `every` seconds."""
+    def claim(self, watch: str, every: float, *, added: bool = False) -> bool:
+        """Whether a look is due, and this process's from now on; the next one is in `every` seconds.
+
+        Never for a watch that was `added`, and is removed by now.
+        """
         now = self._clock()
         with self._writing() as base:
-            base.execute("INSERT OR IGNORE INTO watches (name, next) VALUES (?, ?)", (watch, now))
+            if not added:
+                base.execute("INSERT OR IGNORE INTO watches (name, next) VALUES (?, ?)", (watch, now))
             due = "next <= ?2 OR next > ?2 + ?3"  # a clock that was set back does not stop it
             found = base.execute(f"UPDATE watches SET next = ?2 + ?3 WHERE name = ?1 AND ({due})", (watch, now, every))  # noqa: S608 - constants
         return found.rowcount == 1
@@ -279,7 +319,8 @@ class WatchBook:
             "(SELECT count(*) FROM watched WHERE watch = name AND reason <> ''), "
             "(SELECT count(*) FROM versions WHERE watch = name AND state = 'submitted'), "
             "(SELECT count(*) FROM versions WHERE watch = name AND state = 'current'), "
-            "(SELECT count(*) FROM versions WHERE watch = name AND state = 'old') FROM watches ORDER BY name"
+            "(SELECT count(*) FROM versions WHERE watch = name AND state = 'old'), "
+            "(SELECT settings FROM watches_added added WHERE added.name = watches.name) FROM watches ORDER BY name"
         )
         words = ("name", "next_look", "last_look", "named", "reason", "documents", "failing", "submitted", "current", "old")
-        return [dict(zip(words, row, strict=True)) for row in rows]
+        return [{**dict(zip(words, row[:-1], strict=True)), "added": json.loads(row[-1]) if row[-1] else None} for row in rows]

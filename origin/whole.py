@@ -43,11 +43,16 @@ class BlockState:
 
 def read_header(store: BlobStore, key: str) -> BlockHeader:
     """A block's header, in one or two requests. Raises NotFoundError, and CorruptError where it is not `key`'s."""
+    return _checked(open_header(read_envelope(store, key), key), key)
+
+
+def read_envelope(store: BlobStore, key: str) -> bytes:
+    """What a block begins with, not checked, in one or two requests. Raises NotFoundError, CorruptError."""
     data = store.read(key, 0, _FIRST_BYTES)
     size = envelope_size(data, BLOCK_MAGIC, key)
     if size > len(data) == _FIRST_BYTES:
         data += store.read(key, _FIRST_BYTES, size - _FIRST_BYTES)
-    return _checked(open_header(data, key), key)
+    return data[:size]
 
 
 def verify_block(store: BlobStore, key: str) -> BlockHeader:

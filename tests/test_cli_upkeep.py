@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 from kvcdn.keyring import trust_publisher
+from kvcdn.origin.catalog import list_published
+from kvcdn.origin.revocation import Targets, change_revocations
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
@@ -154,3 +156,23 @@ def test_ls_filters_and_pages(library, run):
     assert 2 == run("ls", "--after", "nonsense").code
     first_column = [line.split()[0] for line in run("ls").out.splitlines()]
     assert ["ADDRESS", *(key[-64:-52] for key in pages)] == first_column
+
+
+def test_cp_signs_anew_what_is_trusted(library, tmp_path):
+    """By nobody but those on the trust list, not by a revoked one, and not in place."""
+    library.publish((1, 2))
+    words = ("cp", tmp_path / "origin", tmp_path / "copy", "--resign", "--json")
+    trust = tmp_path / "trust"
+    trust.write_text("")
+    ran = kvcdn(*words, "--trust", trust)
+    assert (4, 1, True) == (ran.code, len(ran.json["untrusted"]), "not on the trust list" in ran.err)
+    trust.write_text(f"{library.key.public.text} me\n")
+    ran = kvcdn(*words, "--trust", trust)
+    assert (0, 1, 2) == (ran.code, ran.json["documents"], ran.json["blocks"])
+    publishers = {listed.manifest.publisher for listed in list_published(FolderStore(tmp_path / "copy"))}
+    assert len(publishers - {library.key.public}) == 1
+    ran = kvcdn("cp", tmp_path / "origin", tmp_path / "origin", "--resign")
+    assert (2, True) == (ran.code, "nothing is overwritten" in ran.complaint)
+    change_revocations(library.store, library.key, Targets(publishers=frozenset([library.key.public])))
+    ran = kvcdn("cp", tmp_path / "origin", tmp_path / "third", "--resign", "--trust", trust, "--json")
+    assert (4, True) == (ran.code, "revoked" in ran.json["untrusted"][0]["reason"])

@@ -121,10 +121,10 @@ class Odd(Watched):
         data = self.inner.read(key, start, length)
         return data[::-1] if self.wrong == "read" and length is None else data
 
-    def list(self, prefix):
+    def list(self, prefix, after=""):
         if self.wrong == "list":
             raise UnavailableError("listing is not for you", hint="ask")
-        return iter(()) if self.wrong == "list what was written" else self.inner.list(prefix)
+        return iter(()) if self.wrong == "list what was written" else self.inner.list(prefix, after)
 
     def stat(self, key):
         if self.wrong == "reach":

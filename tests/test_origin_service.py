@@ -22,6 +22,7 @@ from kvcdn.origin.openapi import describe
 from kvcdn.origin.queue import JobQueue
 from kvcdn.origin.service import Service
 from kvcdn.origin.service_settings import load_settings
+from kvcdn.origin.watched import WatchBook
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
@@ -39,12 +40,14 @@ def with_service(tmp_path, steps, **settings):
             None, {"models": ("m", "n"), "queue_file": tmp_path / "queue", "max_document": 10_000, **settings}
         )
         queue = given.open_queue()
-        service = Service(given, queue, given.guard())
+        book = WatchBook(given.queue_path, queue)
+        service = Service(given, queue, given.guard(), book)
         try:
             async with TestClient(TestServer(service.application())) as client:
                 await steps(client, queue)
         finally:
             service.close()
+            book.close()
             queue.close()
 
     asyncio.run(run())

@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from kvcdn.envelope import BLOCK_MAGIC
 from kvcdn.errors import CorruptError, NotFoundError, UsageError
+from kvcdn.keys import block_key, manifest_key
 from kvcdn.origin import sweep
 from kvcdn.origin.addresses import AddressSet
-from kvcdn.origin.catalog import find_manifest, find_model, list_published, model_tags
+from kvcdn.origin.catalog import find_manifest, find_model, find_object, list_published, model_tags
 from kvcdn.origin.check import Kind, check_origin
 from kvcdn.origin.collect import collect_garbage
-from kvcdn.origin.copy import copy_documents
+from kvcdn.origin.copy import Resigner, copy_documents
 from kvcdn.origin.remove import remove_documents, retire_model
 from kvcdn.origin.whole import largest_block, read_header, verify_block
-from kvcdn.signing import SigningKey
+from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore
@@ -148,10 +150,8 @@ def _worked(one):
 # -- the catalog -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("patience", [0, 1, 10_000])
-def test_models_are_found_without_listing_everything(here, monkeypatch, patience):
-    """Every tag, in order, whatever else lies there, whether or not the rest of a model is jumped over."""
-    monkeypatch.setattr("kvcdn.origin.catalog._PATIENCE", patience)
+def test_models_are_found_without_listing_everything(here):
+    """Every tag, in order, whatever else lies there; the objects behind a model's first are jumped over."""
     library = here
     libraries = [Library(library.store, model=small_model(n), key=library.key) for n in range(5)]
     for one in libraries:
@@ -161,6 +161,27 @@ def test_models_are_found_without_listing_everything(here, monkeypatch, patience
     assert sorted(one.tag for one in libraries) == list(model_tags(library.store))
     found = [listed.manifest.model_name for listed in list_published(library.store)]
     assert [one.model.name for one in sorted(libraries, key=lambda one: one.tag)] == found
+    seen = []
+    watched = Watched(library.store, lambda operation, _: seen.append(operation))
+    assert 5 == len(list(model_tags(watched)))
+    assert len(seen) < 2 * (5 + len(["0", "a-file", "doctor"]))
+
+
+@pytest.mark.parametrize("target", [manifest_key, block_key], ids=["manifest", "block"])
+def test_an_object_is_found_without_listing_all(here, target):
+    """By its address, the beginning of it, and its key; what is looked at does not grow with the origin."""
+    here.publish(*((number,) for number in range(1, 30)))
+    key = here.manifest_key((7,)) if target is manifest_key else here.block_keys((7,))[0]
+    address = key.rpartition("/")[2]
+    for name in (address, address[:16], key):
+        seen = []
+        watched = Watched(here.store, lambda operation, _, seen=seen: seen.append(operation))
+        assert key == find_object(watched, name).key
+        assert len(seen) < 10
+    with pytest.raises(NotFoundError, match="no object"):
+        find_object(here.store, "f" * 64)
+    with pytest.raises(NotFoundError, match="more than one object"):
+        [find_object(here.store, digit) for digit in "0123456789abcdef"]
 
 
 def test_listing_goes_on_behind_a_key(here):
@@ -468,6 +489,44 @@ def test_a_document_that_conflicts_with_the_target_is_not_copied(here):
     assert [here.manifest_key((1, 2))] == [conflict["object"] for conflict in copied.conflicts]
     assert 1 == copied.documents
     assert [] == check_origin(target.store).problems
+
+
+def test_copies_are_signed_anew(here):
+    """Every object is the new key's and whole, also shared ones; an interrupted copy goes on; the KV is the same."""
+    here.publish((1, 2), (1, 3), (4,))
+    new, store = SigningKey.generate(), MemoryStore()
+    resigner = Resigner(new, TrustList.of(here.key.public))
+    store.create(here.block_keys((1, 2))[0], [b"".join(resigner_pieces(here, resigner, here.block_keys((1, 2))[0]))])
+    copied = copy_documents(here.store, store, resigner=resigner)
+    assert (3, 3, 2) == (copied.documents, copied.blocks, copied.blocks_existed)
+    assert [] == check_origin(store).problems
+    assert {new.public} == {listed.manifest.publisher for listed in list_published(store)}
+    for key in keys(store):
+        if "/blocks/" in key:
+            size = read_header(store, key).envelope_bytes
+            assert new.public == read_header(store, key).publisher
+            assert here.store.read(key, size) == store.read(key, size)
+    again = MemoryStore()
+    copy_documents(here.store, again, resigner=resigner)
+    assert {key: store.read(key) for key in keys(store)} == {key: again.read(key) for key in keys(again)}
+
+
+def resigner_pieces(library, resigner, key):
+    """A block as it is signed anew."""
+    data = library.store.read(key)
+    envelope = resigner.reseal(data, BLOCK_MAGIC, key)
+    return [envelope, data[len(envelope) :]]
+
+
+def test_what_strangers_signed_is_not_signed_anew(here):
+    """Neither a stranger's manifest nor one whose block is a stranger's; the rest is copied."""
+    stranger = Library(here.store, key=SigningKey.generate())
+    stranger.publish((7, 8))
+    here.publish((1,), (7, 9))
+    store = MemoryStore()
+    copied = copy_documents(here.store, store, resigner=Resigner(SigningKey.generate(), TrustList.of(here.key.public)))
+    assert {here.manifest_key((7, 8)), here.manifest_key((7, 9))} == {failure["object"] for failure in copied.untrusted}
+    assert (1, [here.manifest_key((1,))]) == (copied.documents, [listed.info.key for listed in list_published(store)])
 
 
 def test_a_source_that_cannot_be_listed_is_refused(here):

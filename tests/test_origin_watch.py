@@ -31,6 +31,7 @@ from kvcdn.origin.watched import WatchBook
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
+from support.command import kvcdn
 from support.origin_process import running_origin
 from support.tiny import TEXT
 
@@ -537,3 +538,36 @@ def test_a_service_that_is_killed_publishes_each_change_once(tmp_path, tiny_llam
         queue.close()
     assert [JobState.PUBLISHED] * 2 == [job.state for job in jobs]
     assert [first, second] == [{job.result["address"]} for job in jobs]
+
+
+def test_watches_are_added_and_removed_by_command(tmp_path, tiny_llama, site) -> None:
+    """They outlive the service that took them, submit what they see, and name nothing on the service's own machine."""
+    site.pages = {"/list": f"{site.url}/a\n".encode(), "/a": A.encode()}
+    with running_origin(tmp_path, tiny_llama, workers="0", allow_internal_urls="true") as (url, _):
+        words = ("watches", "add", "docs", f"{site.url}/list", "--kind", "list", "--every", "1s", "--service", url, "--json")
+        added = kvcdn(*words)
+        assert (0, "docs", 1.0) == (added.code, added.json["name"], added.json["every"])
+        assert (2, True) == ((again := kvcdn(*words)).code, "already" in again.json["error"])
+        for kind, source in (("folder", "/etc"), ("list", "/etc/passwd"), ("sitemap", "file:///etc/passwd"), ("feed", url)):
+            refused = kvcdn("watches", "add", "other", source, "--kind", kind, "--service", url)
+            assert (2, True) == (refused.code, "watch" in refused.complaint)
+        assert 2 == kvcdn("watches", "add", "other", f"{site.url}/list", "-m", "unknown", "--service", url).code
+        assert 2 == kvcdn("watches", "add", "a b", f"{site.url}/list", "--service", url).code
+    queue = JobQueue(tmp_path / "queue")
+    with running_origin(tmp_path, tiny_llama, workers="0", allow_internal_urls="true") as (url, _):
+
+        def submitted() -> list[dict]:
+            watches = kvcdn("watches", "ls", "--service", url, "--json").json["watches"]
+            return [watch for watch in watches if watch["submitted"] and watch["added"]["source"] == f"{site.url}/list"]
+
+        deadline = time.monotonic() + 600
+        while not submitted():
+            assert time.monotonic() < deadline
+        assert [f"{site.url}/a"] == [job.request.name for job in queue.list()]
+        shown = kvcdn("watches", "ls", "--service", url).out
+        assert "docs" in shown
+        assert "added" in shown
+        assert 0 == kvcdn("watches", "rm", "docs", "--service", url).code
+        assert 3 == kvcdn("watches", "rm", "docs", "--service", url).code
+        assert [] == kvcdn("watches", "ls", "--service", url, "--json").json["watches"]
+    queue.close()

@@ -441,3 +441,17 @@ def test_plain_and_full_reads_say_the_same(direct: S3Store):
     direct._plain._vain = s3_plain.IN_VAIN
     assert plain == answers()
     assert [DATA[:100], DATA[3:8], DATA[99:100], b"", b""] == plain[:5]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"<Error><Code>InternalError</Code><Message>try again</Message></Error>", b"<Other/>", b"   "],
+    ids=["error", "other", "blank"],
+)
+def test_a_completion_that_failed_behind_its_200(linked: S3Store, direct: S3Store, link: FaultyLink, small_parts: None, body):
+    """S3 says 200 before it has put the parts together: without its result nothing was written, and nobody may think so."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    link.inject(Fault(when=b"<CompleteMultipartUpload", answer=head + body), times=9)
+    with pytest.raises(UnavailableError):
+        linked.create("a", [DATA] * 3)
+    assert direct.stat("a") is None

@@ -280,6 +280,8 @@ def test_list_in_key_order(store: BlobStore):
     ):
         expected = sorted(key for key in keys if key.startswith(prefix))
         assert expected == [info.key for info in store.list(prefix)], prefix
+        for after in (*keys, "a", "a/~", "v1/0/~", "v1/0/blocks/00", "~", ""):
+            assert [key for key in expected if key > after] == [info.key for info in store.list(prefix, after)], (prefix, after)
 
 
 def test_list_many(store: BlobStore):

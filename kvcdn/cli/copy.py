@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kvcdn.cli.options import AsJson, KeyFile, open_journal
+from kvcdn.cli.options import AsJson, KeyFile, TrustFile, open_journal, signing_key, trust_list
 from kvcdn.cli.output import note, print_json, print_pairs, size, ticking
-from kvcdn.errors import CorruptError, KvcdnError
+from kvcdn.errors import CorruptError, KvcdnError, UsageError
 
 
 def copy(
@@ -19,22 +19,38 @@ def copy(
     endpoint: Annotated[str | None, typer.Option(help="S3 endpoint of the source, for a server that is not AWS.")] = None,
     to_endpoint: Annotated[str | None, typer.Option(help="S3 endpoint of the target.")] = None,
     key: KeyFile = None,
+    trust: TrustFile = None,
     *,
+    resign: Annotated[
+        bool,
+        typer.Option(
+            "--resign", help="Sign the copies with your key, or --key; only what publishers on your trust list signed."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Copy documents between origins: blocks first, the manifest last, every hash checked on the way, nothing overwritten.
 
-    Run it again to take up an interrupted copy, or to bring over what is new. Nothing is removed at the target. Credentials are
+    Run it again to take up an interrupted copy, or to bring over what is new. Nothing is removed at the target. With --resign
+    the copies are yours: readers then need to trust only your key, and you answer for what the publishers said. Credentials are
     the same for both; a profile for one of them goes into its URL: s3://bucket/prefix?profile=NAME.
     """
     from kvcdn.origin.catalog import find_model  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.copy import copy_documents  # noqa: PLC0415
+    from kvcdn.origin.copy import Resigner, copy_documents  # noqa: PLC0415
+    from kvcdn.origin.rotation import revoked_publishers  # noqa: PLC0415
+    from kvcdn.revocation import Revocations  # noqa: PLC0415
     from kvcdn.stores import open_store  # noqa: PLC0415
 
     from_store, to_store, progress = open_store(source, endpoint=endpoint), open_store(target, endpoint=to_endpoint), ticking()
     tag = find_model(from_store, model, progress) if model is not None else None
+    if resign and from_store.url == to_store.url:
+        raise UsageError("nothing is overwritten, so that copies cannot be signed anew in place", hint="name another target")
     journal = partial(open_journal, to_store, key)
-    copied = copy_documents(from_store, to_store, tag=tag, progress=progress, journal=journal)
+    resigner = None
+    if resign:
+        trusted = trust_list(trust)
+        resigner = Resigner(signing_key(key), trusted.revoking(revoked_publishers(from_store, trusted, Revocations())))
+    copied = copy_documents(from_store, to_store, tag=tag, progress=progress, journal=journal, resigner=resigner)
     if as_json:
         print_json({"source": from_store.url, "target": to_store.url, **copied.to_json()})
     else:
@@ -44,11 +60,11 @@ def copy(
                 ("there", f"{copied.existed:,} documents, and {copied.blocks_existed:,} blocks of those copied"),
             ]
         )
-    for failure in (*copied.damaged, *copied.conflicts):
+    for failure in (*copied.damaged, *copied.untrusted, *copied.conflicts):
         note(f"kvcdn: not copied: {failure['object']}: {failure['reason']}")
     if copied.conflicts:
         note("       publish these at the target: its blocks are others than the source's")
-    if copied.damaged:
+    if copied.damaged or copied.untrusted:
         raise typer.Exit(CorruptError.exit_code)
     if copied.conflicts:
         raise typer.Exit(KvcdnError.exit_code)

@@ -11,13 +11,12 @@ import typer
 from kvcdn.certificate import Certificate
 from kvcdn.cli.options import AsJson, Endpoint, Origin, TrustFile, open_origin, trust_list
 from kvcdn.cli.output import print_json, print_pairs, size
-from kvcdn.errors import CorruptError, NotFoundError
+from kvcdn.errors import CorruptError
 
 if TYPE_CHECKING:
     from kvcdn.block import BlockHeader
     from kvcdn.manifest import Manifest
     from kvcdn.signing import TrustList
-    from kvcdn.store import BlobStore
 
 SHORT = 12
 """Digits of an address in a table."""
@@ -35,6 +34,7 @@ def inspect_object(
     from kvcdn.block import open_header  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.envelope import MANIFEST_MAGIC, MAX_ENVELOPE_BYTES  # noqa: PLC0415
     from kvcdn.manifest import MAX_MANIFEST_BYTES, open_manifest  # noqa: PLC0415
+    from kvcdn.origin.catalog import find_object  # noqa: PLC0415
 
     trusted = trust_list(trust)
     path = Path(target)
@@ -44,9 +44,8 @@ def inspect_object(
             data = file.read(MAX_ENVELOPE_BYTES)
     else:
         store = open_origin(origin, endpoint)
-        where = _find_key(store, target)
-        info = store.stat(where)
-        total = info.size if info else 0
+        info = find_object(store, target)
+        where, total = info.key, info.size
         data = store.read(where, 0, MAX_ENVELOPE_BYTES)
     if data.startswith(MANIFEST_MAGIC):
         if total > MAX_MANIFEST_BYTES:
@@ -60,19 +59,6 @@ def inspect_object(
         print_json({"object": where, **described})
     else:
         print_pairs([("object", where), *((key.replace("_", " "), shown(key, value)) for key, value in described.items())])
-
-
-def _find_key(store: BlobStore, target: str) -> str:
-    if target.startswith("v1/"):
-        return target
-    keys = (info.key for info in store.list("v1/") if "/manifests/" in info.key or "/blocks/" in info.key)
-    found = [key for key in keys if key.rsplit("/", 1)[-1].startswith(target)] if target else []
-    if len(found) == 1:
-        return found[0]
-    what = "no object" if not found else f"{len(found)} objects"
-    raise NotFoundError(
-        f"{what} at {store.url} has an address that begins with {target!r}", hint="kvcdn ls shows the addresses"
-    )
 
 
 def describe_manifest(manifest: Manifest, trust: TrustList) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def list_documents(
             and (not expired or (manifest.expires is not None and manifest.expires <= time.time()))
         )
 
-    page = _Page(_documents(list_published(store, tag=tag, after=after, progress=ticking()), wanted, trusted), limit)
+    page = _Page(_documents(list_published(store, tag=tag, after=after or "", progress=ticking()), wanted, trusted), limit)
     if as_json:
         _print_json(store.url, page)
         return

@@ -38,6 +38,7 @@ from kvcdn.cli import (
     usage,
     verify,
     warm,
+    watches,
 )
 from kvcdn.cli.output import print_error
 from kvcdn.errors import KvcdnError, UsageError
@@ -83,6 +84,7 @@ app.command()(economics.economics)
 app.add_typer(journal.app, name="journal")
 app.command()(simulate.simulate)
 app.command()(usage.usage)
+app.add_typer(watches.app, name="watches")
 app.add_typer(trust.app, name="trust")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")

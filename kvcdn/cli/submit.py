@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import typer
 import urllib3
@@ -49,6 +49,19 @@ class ServiceClient:
         jobs: list[dict[str, Any]] = answer["jobs"]
         return jobs[0]
 
+    def watches(self) -> list[dict[str, Any]]:
+        """What the service's watches see. Raises a KvcdnError."""
+        found: list[dict[str, Any]] = self._ask("GET", "/v1/watches")["watches"]
+        return found
+
+    def add_watch(self, watch: Mapping[str, Any]) -> dict[str, Any]:
+        """The watch as the service has taken it. Raises a KvcdnError."""
+        return self._ask("POST", "/v1/watches", json.dumps(watch).encode())
+
+    def remove_watch(self, name: str) -> None:
+        """Ends a watch that was added. Raises a KvcdnError."""
+        self._ask("DELETE", f"/v1/watches/{quote(name, safe='')}")
+
     def get(self, name: str) -> dict[str, Any]:
         """The job `name` as it is now. Raises a KvcdnError."""
         return self._ask("GET", f"/v1/jobs/{name}")
@@ -74,7 +87,7 @@ class ServiceClient:
                 answer.release_conn()
             except urllib3.exceptions.HTTPError as error:
                 status, wait, data = 0, "", type(error).__name__.encode()
-            if status in (200, 202):
+            if status in (200, 201, 202):
                 return self._value(data)
             if status not in (0, 429, 503):
                 break

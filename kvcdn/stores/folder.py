@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Lock
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
-from kvcdn.store import MAX_KEY_CHARACTERS, STREAM_CHUNK_BYTES, BlobInfo, check_key
+from kvcdn.store import MAX_KEY_CHARACTERS, STREAM_CHUNK_BYTES, BlobInfo, check_key, is_behind
 from kvcdn.stores.span import Span, begun
 
 STAGING_FOLDER = ".tmp"
@@ -106,14 +106,14 @@ class FolderStore:
             os.fsync(folder)
         return True
 
-    def list(self, prefix: str) -> Iterator[BlobInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         with self._explained(f"listing {prefix or 'everything'}"):
             try:
                 root = os.open(self._root, _FOLDER)
             except FileNotFoundError:
                 return
             try:
-                yield from _walk(root, "", prefix)
+                yield from _walk(root, "", prefix, after)
             finally:
                 os.close(root)
 
@@ -275,16 +275,16 @@ def _enter(folder: int, part: str, *, make: bool) -> int:
     return os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
 
 
-def _walk(folder: int, path: str, prefix: str) -> Iterator[BlobInfo]:
+def _walk(folder: int, path: str, prefix: str, after: str) -> Iterator[BlobInfo]:
     """The objects under an open folder in key order. Holds the names of one folder per level, no more."""
     for name in _sorted_names(folder):
         key = path + name
-        if not (key.startswith(prefix) or (name.endswith("/") and prefix.startswith(key))):
+        if not ((key.startswith(prefix) or (name.endswith("/") and prefix.startswith(key))) and is_behind(key, after)):
             continue
         with contextlib.suppress(FileNotFoundError):  # deleted since its name was read
             if name.endswith("/"):
                 with _opened(os.open(name[:-1], _FOLDER | os.O_NOFOLLOW, dir_fd=folder)) as inner:
-                    yield from _walk(inner, key, prefix)
+                    yield from _walk(inner, key, prefix, after)
             elif info := _info(key, os.stat(name, dir_fd=folder, follow_symlinks=False)):
                 yield info
 

@@ -115,8 +115,8 @@ class HttpStore:
     def create(self, key: str, pieces: Sequence[bytes]) -> bool:  # noqa: ARG002 - the protocol's
         self._refuse(f"{check_key(key)} cannot be created")
 
-    def list(self, prefix: str) -> Iterator[BlobInfo]:
-        self._refuse(f"{prefix or 'everything'} cannot be listed")
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        self._refuse(f"{prefix or 'everything'} cannot be listed" + (f" behind {after}" if after else ""))
 
     def delete(self, key: str) -> None:
         self._refuse(f"{check_key(key)} cannot be deleted")

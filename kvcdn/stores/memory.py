@@ -43,9 +43,9 @@ class MemoryStore:
         with self._lock:
             return self._objects.setdefault(key, entry) is entry
 
-    def list(self, prefix: str) -> Iterator[BlobInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         with self._lock:
-            found = sorted((key, entry) for key, entry in self._objects.items() if key.startswith(prefix))
+            found = sorted((key, entry) for key, entry in self._objects.items() if key.startswith(prefix) and key > after)
         return (BlobInfo(key, len(data), modified) for key, (data, modified) in found)
 
     def delete(self, key: str) -> None:

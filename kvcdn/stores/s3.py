@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
-from kvcdn.store import STREAM_CHUNK_BYTES, BlobInfo, check_key
+from kvcdn.store import STREAM_CHUNK_BYTES, BlobInfo, check_key, is_behind
 from kvcdn.stores import s3_client
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
 from kvcdn.stores.s3_errors import Refusal, refusal, translated, was_retried
@@ -143,11 +143,11 @@ class S3Store:
             pause(attempt)
         raise AssertionError("the last attempt returns or raises")
 
-    def list(self, prefix: str) -> Iterator[BlobInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         if not _can_begin_keys(prefix):  # a server that tidies paths up would list something else
             return iter(())
-        start = f"{self._prefix}/{prefix}" if self._prefix else prefix
-        return self._flat(start) if self._ordered else self._walk(start)
+        start, behind = (f"{self._prefix}/{part}" if self._prefix else part for part in (prefix, after))
+        return self._flat(start, behind) if self._ordered else self._walk(start, behind)
 
     def delete(self, key: str) -> None:
         with self._translated(f"deleting {key}"):
@@ -178,7 +178,9 @@ class S3Store:
                 checksum = _crc32(part)
                 sent = self._client.upload_part(**target, PartNumber=number, Body=part, ChecksumCRC32=checksum)
                 done.append({"PartNumber": number, "ETag": sent["ETag"], "ChecksumCRC32": checksum})
-            self._client.complete_multipart_upload(**target, MultipartUpload={"Parts": done}, IfNoneMatch="*")
+            ended = self._client.complete_multipart_upload(**target, MultipartUpload={"Parts": done}, IfNoneMatch="*")
+            if not ended.get("ETag"):  # the status comes before the server has put the parts together
+                raise UnavailableError(f"{self.url}: the server did not say that {name} is whole", hint="try again later")
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is the one to tell; a lifecycle rule removes what stays
                 self._client.abort_multipart_upload(**target)
@@ -255,22 +257,24 @@ class S3Store:
                     raise UnavailableError(f"{self.url}: there is no such bucket", hint=s3_client.BUCKET_HINT) from None
             self._bucket_seen = True
 
-    def _flat(self, start: str) -> Iterator[BlobInfo]:
+    def _flat(self, start: str, after: str) -> Iterator[BlobInfo]:
         """For servers that list in key order."""
-        for page in self._pages(Prefix=start):
+        for page in self._pages(Prefix=start, **({"StartAfter": after} if after else {})):
             yield from self._infos(page)
 
-    def _walk(self, start: str) -> Iterator[BlobInfo]:
+    def _walk(self, start: str, after: str) -> Iterator[BlobInfo]:
         """For others: some list folder by folder, `a/b` before `a-b`. Holds the names of one folder per level, no more."""
         entries: dict[str, BlobInfo | None] = {}
         for page in self._pages(Prefix=start, Delimiter="/"):
             entries.update((self._name(info.key), info) for info in self._infos(page))
             entries.update((folder["Prefix"], None) for folder in page.get("CommonPrefixes", ()))
         for name, info in sorted(entries.items(), key=itemgetter(0)):
+            if not is_behind(name, after):
+                continue
             if info is not None:
                 yield info
             elif name != start:
-                yield from self._walk(name)
+                yield from self._walk(name, after)
 
     def _pages(self, **options: str) -> Iterator[dict[str, Any]]:
         pages = iter(self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, **options))

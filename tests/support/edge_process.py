@@ -175,8 +175,8 @@ class WatchedStore:
     def create(self, key: str, pieces: Sequence[bytes]) -> bool:
         return self.inner.create(key, pieces)
 
-    def list(self, prefix: str) -> Iterator[BlobInfo]:
-        return self.inner.list(prefix)
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        return self.inner.list(prefix, after)
 
     def delete(self, key: str) -> None:
         self.inner.delete(key)

@@ -140,9 +140,9 @@ class Watched:
         self._listener("create", key)
         return self._store.create(key, pieces)
 
-    def list(self, prefix: str) -> Iterator[BlobInfo]:
+    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         self._listener("list", prefix)
-        for info in self._store.list(prefix):
+        for info in self._store.list(prefix, after):
             yield info
             self._listener("list", prefix)
 
