@@ -34,8 +34,8 @@ TURN = 0.8
 STAKE = 0.5
 """What fetching alone must save besides, as a part of the computing that it would throw away: links promise much."""
 
-WORTHLESS = 0.95
-"""Fetching beside computing must bring the time below this part of it."""
+WORTHLESS = 0.85
+"""Fetching beside computing must bring the time below this part of it: it takes from the pass, and hangs on the link's word."""
 
 
 class Mode(enum.StrEnum):
