@@ -230,7 +230,7 @@ def test_kv_size_alone_is_a_model_with_a_rate():
     found = economics("--kv-bytes-per-token", "100000", "--prefill-rate", "500", "--tokens", "1000")
     assert 100_000_000 == found["sizes"]["raw_bytes"]
     assert 1.032 * 2 == pytest.approx(found["latency"]["prefill_ttft_s"])
-    assert 100_000 * 500 * 0.69 == pytest.approx(found["break_even"]["link_bytes_per_s_formula"])
+    assert 100_000 * 500 * 0.67 == pytest.approx(found["break_even"]["link_bytes_per_s_formula"])
 
 
 @pytest.mark.parametrize(

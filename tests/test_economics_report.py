@@ -83,7 +83,7 @@ def test_needs_by_hand(name):
     assert round(kv / TOKENS) == value(per_token)
     assert count == value(devices)
     assert value(rate) == pytest.approx(TOKENS / seconds, rel=1e-4)
-    assert value(link) == pytest.approx(kv * 0.69 / seconds, rel=5e-3)
+    assert value(link) == pytest.approx(kv * 0.67 / seconds, rel=5e-3)
     assert value(opening) == pytest.approx(kv / seconds, rel=5e-3)
 
 
@@ -97,7 +97,7 @@ def test_reads_by_hand(name):
     both = compute(name, TOKENS + QUESTION) / (H100 * count)
     block = min(max(2 ** math.floor(math.log2(2**24 / (kv / TOKENS))), 64), 1024)
     blocks = math.ceil(TOKENS / block)
-    requests = blocks * math.ceil(kv * 0.69 / blocks / 2**23) + 1
+    requests = blocks * math.ceil(kv * 0.67 / blocks / 2**23) + 1
     held = {"qwen3-4b": 8.04e9, "llama-3.1-70b": 141.2e9, "glm-4.6": 710e9, "gpt-oss-120b": 60.8 * 2**30,
             "gemma-3-27b": 54e9, "qwen3.6-27b": 54e9, "deepseek-v3": 671e9}[name]  # fmt: skip
     total = {"glm-4.6": 355e9, "gpt-oss-120b": 116.8e9, "deepseek-v3": 671e9}.get(name, active)
@@ -106,7 +106,7 @@ def test_reads_by_hand(name):
     read = question * price + requests * 0.36e-6
     assert reuse == pytest.approx(read, rel=0.06)
     assert publish == pytest.approx(prefill * price + (blocks + 1) * 4.5e-6, rel=0.05)
-    stored = kv * 0.69 / 1e9 * 0.015
+    stored = kv * 0.67 / 1e9 * 0.015
     assert month == pytest.approx(stored, rel=0.05)
     fixed = prefill * price + (blocks + 1) * 4.5e-6 + stored * 30 / (365 / 12)
     assert reads == math.ceil(fixed / (both * price - read))
@@ -144,8 +144,8 @@ def test_faster_from_by_hand(name, link, round_trip):
         question = (2 * active + size) / 3.35e12
         question = max(question, (compute(name, tokens + QUESTION) - compute(name, tokens)) / H100)
         # Requests of 1 MiB over eight connections wait for less than the link here: their round trips hide behind it.
-        assert size * 0.69 / 2**20 / 8 * round_trip < size * 0.69 / link
-        ahead.append(4 * round_trip + max(size * 0.69 / link, size / 2.4e9) + question < miss)
+        assert size * 0.67 / 2**20 / 8 * round_trip < size * 0.67 / link
+        ahead.append(4 * round_trip + max(size * 0.67 / link, size / 2.4e9) + question < miss)
     assert [False, True] == ahead
 
 

@@ -21,7 +21,7 @@ from kvcdn.simulation.world import World, scale_of
 
 BOOK = PriceBook.presets()
 
-TOKEN_BYTES = 147_456 * 0.69
+TOKEN_BYTES = 147_456 * 0.67
 """Of qwen3-4b, stored as bf16."""
 
 FLOPS = 989.4e12 * 0.4
@@ -241,7 +241,7 @@ def base(**changes):
         origin=Origin(store="s3", mbit=10_000),
         readers=Readers(model="qwen3-4b", device="h100", devices=2),
         edges=(
-            Edge(name="edge", capacity_gb=10, mbit=20_000, reader_mbit=20_000, rtt_ms=1, uplink_mbit=5000, delivery="bunny"),
+            Edge(name="edge", capacity_gb=10, mbit=20_000, reader_mbit=20_000, rtt_ms=1, uplink_mbit=8000, delivery="bunny"),
         ),
     )
     drawn = {"requests": 750, "seconds": 200, "documents": 400, "document_tokens": 8192, "seed": 5}
