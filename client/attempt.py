@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 from transformers.cache_utils import Cache
@@ -13,14 +14,16 @@ from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes, can_hold
 from kvcdn.client.match import PublishedPrefix, find_in_precisions
 from kvcdn.client.plan import NEAR, SAFE_SHARE, Aim, Mode, seconds
+from kvcdn.client.quality import Choice, look_up
 from kvcdn.client.race import Race
+from kvcdn.client.refine import CoarsePrefix
 from kvcdn.client.report import MissReason, Report
 from kvcdn.client.spans import traceparent
 from kvcdn.client.supply import Supply
 from kvcdn.client.tally import Tally
 from kvcdn.digest import Digest
 from kvcdn.errors import KvcdnError, MismatchError
-from kvcdn.keys import PRECISION_NATIVE, Chain, ModelIdentity
+from kvcdn.keys import LOSSY, Chain, ModelIdentity
 from kvcdn.model.cache import build_cache
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.speed import prefill_speeds
@@ -60,6 +63,8 @@ class Attempt:
         self._local_identity = loaded.identity
         self._local = self._find_local(aim)
         self._held: LocalPrefix | None = None
+        self._kept: Future[bool] | None = None
+        self._quality: Choice | None = None
         if self._local is not None and self._local.suffices(self._chain(self._local_identity), prompt.boundaries):
             self._published, self._identity = PublishedPrefix(self._local.blocks), self._local_identity
         else:
@@ -121,7 +126,7 @@ class Attempt:
         if self._supply.local is None or aim.mode not in (None, Mode.FETCH):
             return None
         started, best = time.perf_counter(), None
-        for precision in sorted(self._supply.precisions, key=lambda one: one != PRECISION_NATIVE):
+        for precision in sorted(self._supply.precisions, key=LOSSY.__contains__):
             identity = replace(self._loaded.identity, precision=precision)
             found = self._look_up(self._supply.local, self._chain(identity))
             if found is not None and (best is None or found.tokens > best.tokens):
@@ -181,9 +186,13 @@ class Attempt:
             self._session.hurry(max(SAFE_SHARE * whole, _LEAST_FAILING_SECONDS))
         try:
             self._revoked.require_model(self._identity.tag)
-            self._identity, published = find_in_precisions(
-                supply.source, self._identity, supply.precisions, supply.namespace, self.prompt
-            )
+            if supply.refiner is not None:
+                self._quality = quality = look_up(self._loaded, supply, self.prompt, self._aim.mode)
+                self._identity, published = quality.offer.identity, quality.offer.published
+            else:
+                self._identity, published = find_in_precisions(
+                    supply.source, self._identity, supply.precisions, supply.namespace, self.prompt
+                )
             return self._without_revoked(published)
         except KvcdnError as error:
             self.report.miss(error)
@@ -294,6 +303,9 @@ class Attempt:
         else:
             return
         report.precision = self._identity.precision
+        report.tokens_coarse = report.tokens_reused if report.precision in LOSSY else 0
+        if self._quality is not None and race is not None:
+            report.plan["quality"] = self._quality.to_json()
         report.bytes_raw = self._loaded.identity.layout.needed_bytes(self.length)
         avoided = prefill_speeds(self._loaded).remaining(0, self.length, len(self.prompt.token_ids))
         if avoided is not None:
@@ -332,7 +344,14 @@ class Attempt:
         """
         fetched, self._fetched = self._fetched, None
         if self._supply.local is not None and fetched is not None and self.race is not None and not self.race.computed:
-            self._supply.local.keep(fetched, behind=behind)
+            self._kept = self._supply.local.keep(fetched, behind=behind)
+
+    def refine(self) -> None:
+        """Has what was lossy of the cache made exact for later prompts, where the client is progressive."""
+        refiner, blocks = self._supply.refiner, self._published.blocks
+        if refiner is not None and self.report.tokens_coarse and blocks:
+            coarse = CoarsePrefix(self._identity, self.prompt.token_ids, blocks, self._kept)
+            refiner.begin(coarse, self._supply, self.report)
 
     def vouched_for(self) -> bool:
         """Whether the publishers of what is fetched, as far as known by now, have passed the canary before.
@@ -353,7 +372,7 @@ class Attempt:
             self._supply.gate.admit(loaded.layers, loaded.headers, self.prompt.token_ids, self.length, report, audit=audit)
         except MismatchError as error:
             report.miss(error)
-            self.length = report.tokens_reused = report.tokens_computed = report.tokens_local = 0
+            self.length = report.tokens_reused = report.tokens_computed = report.tokens_local = report.tokens_coarse = 0
             report.blocks_reused = report.bytes_raw = 0
             report.seconds_saved = None
             return None

@@ -34,6 +34,7 @@ from kvcdn.client.local import LocalPrefixes
 from kvcdn.client.plan import Aim, Prices
 from kvcdn.client.prefix import Prefix, common_length
 from kvcdn.client.race import StoppedError
+from kvcdn.client.refine import Refiner
 from kvcdn.client.report import Report
 from kvcdn.client.revoked import Revoked
 from kvcdn.client.shelf import Shelf
@@ -48,7 +49,7 @@ from kvcdn.client.views import View
 from kvcdn.codec import load_codecs
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust
-from kvcdn.keys import PRECISION_NATIVE, Namespace, read_precisions
+from kvcdn.keys import PRECISION_NATIVE, Namespace, read_precisions, with_refinements
 from kvcdn.model.adapters import attach_adapters, unwrapped
 from kvcdn.model.checkpoint import Checkpoint
 from kvcdn.model.load import LoadedModel, bind_model, load_transformers
@@ -80,6 +81,7 @@ class Client:
         local_store: LocalStore | Literal["configured"] | None = "configured",
         precision: str | Sequence[str] = PRECISION_NATIVE,
         max_kl: float | None = None,
+        progressive: bool = False,
         mode: str = "auto",
         deadline: float | None = None,
         prefer: str = "fastest",
@@ -94,10 +96,11 @@ class Client:
         `local_store` what was fetched is kept for other prompts and processes of this host: by default in the user's own,
         unless the environment says otherwise (`LocalStore.configured`). `precision` lists what is accepted, most wanted first,
         by default exact KV only; lossy KV whose certificate says that its mean next-token divergence is above `max_kl` nats is
-        a miss. `mode` is auto, fetch, compute or both; `deadline` is in seconds from the question to the first token; `prefer`
-        is fastest, or cheapest at these `prices`: each can be given for a single prompt as well. `usage` is a ledger to count
-        prompts in, or its path; by default that of KVCDN_USAGE, or none. Raises UsageError; an unsupported model is no error,
-        but a miss.
+        a miss. `progressive` clients begin on exact KV, or on accepted lossy KV where that is there much sooner, and bring the
+        exact KV to the local store behind the answer. `mode` is auto, fetch, compute or both; `deadline` is in seconds from the
+        question to the first token; `prefer` is fastest, or cheapest at these `prices`: each can be given for a single prompt
+        as well. `usage` is a ledger to count prompts in, or its path; by default that of KVCDN_USAGE, or none. Raises
+        UsageError; an unsupported model is no error, but a miss.
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
@@ -106,11 +109,12 @@ class Client:
         self.source = open_source(source, token=token, ca_file=ca_file) if isinstance(source, str | Sequence) else source
         self.trust = load_trust() if trust is None else trust
         self._audit = audit
-        self.precisions = read_precisions(precision)
+        self.precisions = with_refinements(read_precisions(precision)) if progressive else read_precisions(precision)
         self.max_kl = max_kl
         self.namespace = namespace if isinstance(namespace, Namespace) else load_namespace(namespace)
         store = LocalStore.configured() if local_store == "configured" else local_store
         self._local = None if store is None else LocalPrefixes(store)
+        self.refiner = Refiner.of(self._local) if progressive else None
         self._aim = Aim.of(mode, deadline, prefer, prices)
         self._usage = Usage.of(usage)
         self._own_usage = not isinstance(usage, Usage)
@@ -144,7 +148,9 @@ class Client:
         return cls(transformer, tokenizer, source, checkpoint=checkpoint, adapters=names, **options)
 
     def close(self) -> None:
-        """Closes idle connections, waits until what was fetched is kept, and no longer watches over prepared caches."""
+        """Closes idle connections, waits until what was fetched is kept, gives up refining, forgets prepared caches."""
+        if self.refiner is not None:
+            self.refiner.close()
         self.source.close()
         if self._local is not None:
             self._local.close()
@@ -296,7 +302,10 @@ class Client:
         if attempt is not None and stop is not None:
             attempt.stop_when(stop.is_set)
         try:
-            return report, self._admitted(attempt)
+            cache = self._admitted(attempt)
+            if attempt is not None:
+                attempt.refine()
+            return report, cache
         finally:
             self._count(report, attempt)
 
@@ -315,6 +324,8 @@ class Client:
             if attempt is not None:
                 attempt.stop_when(generation.stopped)
             output = self._run(generation, report, attempt)
+            if attempt is not None:
+                attempt.refine()
         except StoppedError:
             return Answer("", (), report)
         finally:
@@ -384,4 +395,4 @@ class Client:
 
     def _supply_for(self, loaded: LoadedModel) -> Supply:
         gate = Gate(loaded, self.trust, self._audit, Revoked(self.trust, self.source))
-        return Supply(self.source, gate, self.namespace, self.precisions, self.max_kl, self._local)
+        return Supply(self.source, gate, self.namespace, self.precisions, self.max_kl, self._local, self.refiner)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcdn.client.answer import Answer
 from kvcdn.client.generation import Generation
 from kvcdn.client.prefix import ModelState, common_length, completed, reaches
-from kvcdn.client.report import Report
+from kvcdn.client.report import Refining, Report
 from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.model.cache import CacheLayer, build_cache
@@ -41,6 +41,7 @@ class Conversation:
         self._layers: list[CacheLayer] = []
         self._cached: tuple[int, ...] = ()
         self._state: ModelState | None = None
+        self._loaded: Report | None = None
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -96,16 +97,23 @@ class Conversation:
         except UnsupportedModelError:
             return client.load_cache(prompt, started)
         before, self._state = self._state, ModelState.of(loaded)
-        common = min(common_length(prompt.token_ids, self._cached), len(prompt.token_ids) - 1) if self._state == before else 0
+        coarse = self._loaded is not None and self._loaded.tokens_coarse > 0
+        refined = self._loaded is not None and self._loaded.refinement is Refining.KEPT
+        usable = self._state == before and not (coarse and refined)
+        common = min(common_length(prompt.token_ids, self._cached), len(prompt.token_ids) - 1) if usable else 0
         if common and reaches(loaded, self._layers, common):
             report = Report(client.source.url, len(prompt.token_ids), tokens_reused=common, tokens_kept=common)
             report.seconds["tokenize"] = time.perf_counter() - started
+            if self._loaded is not None:
+                # What was computed behind coarse rows is not exact, either.
+                report.precision, report.tokens_coarse = self._loaded.precision, common if coarse else 0
             report.bytes_raw = loaded.identity.layout.needed_bytes(common)
             for layer in self._layers:
                 layer.declare(common)
             client.count_kept(report)
             return report, build_cache(loaded.model, self._layers)
         report, cache = client.load_cache(prompt, started)
+        self._loaded = report
         return report, build_cache(client.model, completed(loaded, cache, prompt.token_ids, 0))
 
     def _keep(self, cache: Cache, token_ids: Sequence[int]) -> None:

@@ -5,42 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
-from kvcdn.block import BlockHeader, open_header, open_segment
-from kvcdn.client.source import ObjectReader, Source
-from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
+from kvcdn.block import BlockHeader
+from kvcdn.client.coarse import CoarseRows
+from kvcdn.client.reading import Reading, Terms
+from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError
-from kvcdn.keys import BlockName, ModelIdentity, block_key
+from kvcdn.keys import COARSE_OF, BlockName
 from kvcdn.layout import Layout
-from kvcdn.model.bases import Bases
 from kvcdn.model.cache import CacheLayer
 from kvcdn.model.layers import TORCH_DTYPES, TokenMajorLayer
 from kvcdn.model.prefill import tensor_bytes
 from kvcdn.model.states import WithStates
-from kvcdn.seal import ObjectKeys
-from kvcdn.signing import TrustList
 
 SKIPPED_BYTES = 256 * 1024
 """Raw bytes that are worth passing over: asking for a range costs a round trip, in which some 100 KB arrive at 100 Mbit/s."""
-
-_EVERYTHING = 1 << 40
-"""Of a block of which no layer is passed over, all bytes will be asked for."""
-
-_HEADER_BYTES_PER_LAYER = 640
-"""What a header has for each layer, two parts and four hashes and numbers, rounded up."""
-
-
-REMEMBERED_HEADERS = 128
-REMEMBERED_BYTES = 64 * 1024
-"""Headers that are read once, if no longer than this: a prompt's blocks are often those of the prompt before, and reading the
-header of one of 30 layers takes a millisecond."""
-
-_remembered_header = lru_cache(REMEMBERED_HEADERS)(open_header)
 
 
 def layers_to_read(layout: Layout, name: BlockName, first_needed: Sequence[int], *, states: bool) -> list[bool]:
@@ -69,21 +52,24 @@ class LayerMemory:
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Terms):
     """What all blocks of a fetch have in common: where they come from, and what is taken.
 
-    `last` is the index of the last block, whose states go into the layers; `whole` keeps those of the others, too.
+    `last` is the index of the last block, whose states go into the layers; `whole` keeps those of the others, too. Of a
+    refinement, `coarse` are rows that need not be fetched.
     """
 
-    source: Source
-    model: ModelIdentity
-    trust: TrustList
-    bases: Bases
-    max_kl: float | None = None
     last: int = -1
     whole: bool = False
+    coarse: CoarseRows | None = None
     memory: dict[int, LayerMemory] = field(default_factory=dict)
     """Of layers on the CPU: looked at once, not once a block. To be cleared when all is there."""
+
+    @property
+    def of_coarse(self) -> Terms:
+        """The terms for blocks that are refined: of these nobody sees but the exact numbers."""
+        model = replace(self.model, precision=COARSE_OF[self.model.precision])
+        return Terms(self.source, model, self.trust, self.bases)
 
 
 class Delivery:
@@ -109,8 +95,8 @@ class Delivery:
         self._lock = threading.Lock()
         self._next_layer = 0 if any(wanted) else len(wanted)
         self._stopped = self.arrived
-        self._reader: ObjectReader | None = None
-        self._keys: ObjectKeys | None = None
+        self._reading: Reading | None = None
+        self._coarse: Reading | None = None
         self._rows_taken = False
         self._aside: list[list[torch.Tensor]] | None = None
         self._earlier: dict[int, list[torch.Tensor]] = {}
@@ -126,6 +112,11 @@ class Delivery:
         self._next_layer, self._stopped, self.held = len(self.wanted), True, True
 
     # -- what is there -----------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Bytes of the objects that it consists of, as far as their headers have come."""
+        return sum(one.header.size for one in self._readings if one.header is not None)
 
     @property
     def arrived(self) -> bool:
@@ -150,9 +141,8 @@ class Delivery:
         """Object bytes still to come; before the header is there, raw bytes times `ratio`."""
         if self.computed or self.arrived:
             return 0.0
-        if self.header is not None:
-            left = self.header.segments[self._next_layer :]
-            return float(sum(segment.length for segment in left if self.wanted[segment.layer]))
+        if self._reading is not None and self.header is not None:
+            return float(sum(one.bytes_from(self._next_layer) for one in self._readings))
         return ratio * raw_bytes(self._order.model.layout, self.name, self.wanted)
 
     # -- the way -----------------------------------------------------------------------------------------------------------
@@ -162,67 +152,72 @@ class Delivery:
         if self._stopped:
             return
         self.steps += 1
-        if self._reader is None:
-            self._reader = self._order.source.open(
-                block_key(self._order.model.tag, self.name.address), ranged=ranged or self._passing
-            )
+        if self._reading is None:
+            self._ask(ranged=ranged)
         elif self.header is None:
-            self._read_header(self._reader)
+            self._read_header(self._reading)
         else:
-            self._read_layer(self.header, self._reader, scratch)
+            self._read_layer(self._reading, scratch)
         if self._stopped or self.arrived:
             self._let_go()
 
-    def _read_header(self, reader: ObjectReader) -> None:
-        what = f"block {self.name.address}"
-        ahead = _HEADER_BYTES_PER_LAYER * len(self.wanted) if self._passing else _EVERYTHING
-        preamble = bytes(reader.read_exact(PREAMBLE_BYTES, ahead))
-        envelope = preamble + bytes(reader.read_exact(envelope_size(preamble, BLOCK_MAGIC, what) - PREAMBLE_BYTES))
-        # The same bytes are the same header, and their signature holds; whether its publisher is trusted is asked anew.
-        header = (_remembered_header if len(envelope) <= REMEMBERED_BYTES else open_header)(envelope, what)
-        self._order.trust.require(header.publisher, what)
-        header.require(self._order.model, self.name, what)
-        header.require_quality(self._order.max_kl, what)
-        self._keys = ObjectKeys(self.name.content_key, header.salt)
-        self._keys.check_commitment(header.commitment, what)
-        self.received += header.envelope_bytes
-        self.envelope, self.header = envelope, header
+    @property
+    def _readings(self) -> list[Reading]:
+        return [one for one in (self._reading, self._coarse) if one is not None]
 
-    def _read_layer(self, header: BlockHeader, reader: ObjectReader, scratch: bytearray) -> None:
+    def _ask(self, *, ranged: bool) -> None:
+        name, order = self.name, self._order
+        if name.coarse is not None and self._held_etag(name.coarse) is None:
+            self._coarse = Reading(order.of_coarse, name.coarse, self.wanted, ranged=ranged, passing=self._passing)
+        self._reading = Reading(order, name, self.wanted, ranged=ranged, passing=self._passing)
+
+    def _read_header(self, reading: Reading) -> None:
+        header, name = reading.read_header(), self.name
+        if name.coarse is not None:
+            etag = self._coarse.read_header().etag if self._coarse else self._held_etag(name.coarse)
+            if header.coarse != etag:
+                raise CorruptError(
+                    f"block {name.address} refines block {header.coarse}, and in its place is {etag}",
+                    hint="its publisher has to publish the document again",
+                )
+        self.received += sum(len(one.envelope) for one in self._readings)
+        self.envelope, self.header = reading.envelope, header
+
+    def _held_etag(self, name: BlockName) -> Digest | None:
+        return None if self._order.coarse is None else self._order.coarse.etags.get(name.address)
+
+    def _read_layer(self, reading: Reading, scratch: bytearray) -> None:
         layer = self._next_layer
-        segment, stored = header.segments[layer], memoryview(b"")
-        if self.wanted[layer]:
-            asked = time.perf_counter()
-            stored = reader.read_exact(segment.length, self._run_bytes(header, layer) if self._passing else _EVERYTHING)
-            self.waited += time.perf_counter() - asked
-            received = len(stored)
-        else:
-            received = reader.skip(segment.length)
-        if layer == len(self.wanted) - 1 and not reader.at_end():
-            raise CorruptError(f"block {self.name.address}: trailing bytes behind the last segment")
+        coarse, more = self._coarse.read_layer(layer) if self._coarse else (memoryview(b""), 0)
+        stored, received = reading.read_layer(layer)
+        self.waited = sum(one.waited for one in self._readings)
         with self._lock:
             if self._stopped:
                 return
             if self.wanted[layer]:
-                self._decode(header, layer, stored, scratch)
-            self.received += received
+                self._decode(reading, layer, stored, coarse, scratch)
+            self.received += received + more
             self._next_layer += 1
 
-    def _decode(self, header: BlockHeader, layer: int, stored: memoryview, scratch: bytearray) -> None:
+    def _decode(self, reading: Reading, layer: int, stored: memoryview, coarse: memoryview, scratch: bytearray) -> None:
         started = time.perf_counter()
         if self._rows_taken and self._aside is None:
             self._aside = self._room_aside()
-        if self._keys is None:
-            raise RuntimeError("a layer is read before its header")
-        order = self._order
-        basis = order.bases.get(header.basis, order.trust).tensors[layer] if header.basis else ()
         places: list[torch.Tensor] = []
         outs = self._bytes_in_place(layer) if self._aside is None else None
         if outs is None:
             places = self.places(layer) if self._aside is None else self._aside[layer]
             on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
             outs = [tensor_bytes(tensor) for tensor in on_cpu]
-        open_segment(header, self._keys, layer, stored, scratch, outs, basis)
+        if self.name.coarse is None:
+            reading.decode(layer, stored, scratch, outs)
+        else:
+            # The coarse numbers lie where the exact ones are to go, and nobody sees them there.
+            if self._coarse is not None:
+                self._coarse.decode(layer, coarse, scratch, outs)
+            elif self._order.coarse is not None:
+                self._order.coarse.fill(self.name, layer, outs)
+            reading.decode(layer, stored, scratch, outs, coarse=outs)
         for place, tensor in zip(places, on_cpu if places else (), strict=True):
             if place is not tensor:
                 place.copy_(tensor)
@@ -302,16 +297,17 @@ class Delivery:
 
     def _wake(self) -> None:
         """Ends the wait of a thread that reads what is not wanted any more."""
-        if self._reader is not None and not self.arrived:
-            self._reader.abort()
+        if not self.arrived:
+            for one in self._readings:
+                one.abort()
 
     @property
     def stopped(self) -> bool:
         return self._stopped
 
     def _let_go(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
+        for one in self._readings:
+            one.close()
 
     def close(self) -> None:
         """Lets go of the reader, which no thread is using."""
@@ -329,15 +325,6 @@ class Delivery:
             if stretch >= SKIPPED_BYTES:
                 return True
         return False
-
-    def _run_bytes(self, header: BlockHeader, layer: int) -> int:
-        """Bytes from `layer` on up to the next that is not wanted."""
-        total = 0
-        for segment in header.segments[layer:]:
-            if not self.wanted[segment.layer]:
-                break
-            total += segment.length
-        return total
 
 
 class Held(Protocol):

@@ -23,6 +23,7 @@ import torch
 
 from kvcdn.block import BlockHeader
 from kvcdn.client.arrivals import Arrivals
+from kvcdn.client.coarse import CoarseRows
 from kvcdn.client.delivery import Delivery, Held, Order, layers_to_read
 from kvcdn.client.source import Source
 from kvcdn.errors import KvcdnError, QualityError, UnavailableError, UntrustedError
@@ -79,13 +80,14 @@ class PrefixFetch:
         beside: bool = False,
         mendable: bool = False,
         watch: Callable[[], None] | None = None,
+        coarse: CoarseRows | None = None,
     ) -> None:
         """`length` tokens are shown to the model, at most as many as the blocks hold; `capacity` tokens are allocated.
 
         Blocks that are `held` on this host are not asked for. A block whose certificate is worse than `max_kl` fails with
         QualityError. `whole` reads every row of every layer, also those that no window reaches. `beside` is for a computation
         at the same time: whole blocks from the right, and room for every row. `mendable` blocks can be computed where they
-        fail, so that the others go on. `watch` is called every TICK_SECONDS by whoever waits, and may raise.
+        fail, so that the others go on. `watch` is called by whoever waits every TICK_SECONDS, may raise. `coarse` is refined.
         """
         self._source = source.session()
         self._watch = watch
@@ -104,9 +106,8 @@ class PrefixFetch:
             for index, spec in enumerate(specs)
         ]
         self._read_from = starts
-        self._order = order = Order(
-            self._source, model, trust, Bases(self._source.read, model), max_kl, blocks[-1].index if blocks else -1, whole
-        )
+        last, bases = blocks[-1].index if blocks else -1, Bases(self._source.read, model)
+        self._order = order = Order(self._source, model, trust, bases, max_kl, last=last, whole=whole, coarse=coarse)
         self.deliveries = [Delivery(order, name, wanted[name.index], self.layers) for name in blocks]
         if held is not None:
             for one in self.deliveries:

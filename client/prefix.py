@@ -6,6 +6,7 @@ change what the others see.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.batch import Row, run_batch
 from kvcdn.client.generation import Generation
 from kvcdn.client.guard import mark
-from kvcdn.client.report import Report
+from kvcdn.client.report import Refining, Report
 from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.digest import Digest
 from kvcdn.errors import KvcdnError, MismatchError, UnsupportedModelError, UsageError
@@ -40,15 +41,21 @@ class Prefix:
 
     def __init__(self, client: Client, document: PromptLike) -> None:
         """Loads the cache of `document`: a text, opening messages, or tokens. Raises UsageError for an empty one."""
-        started = time.perf_counter()
         self._client = client
         self._document = document
         prompt = client.opening(document)
         self.token_ids = prompt.token_ids
+        self._prompt = prompt
+        self._lock = threading.Lock()
+        self._layers: list[CacheLayer] = []
+        self._load()
+
+    def _load(self) -> None:
+        """Loads the cache, or loads it again."""
+        started, client, prompt = time.perf_counter(), self._client, self._prompt
         # One more token, whichever, since a cache leaves at least one of a prompt to the model.
         self.report, cache = client.load_cache(Prompt((*prompt.token_ids, 0), prompt.boundaries), started)
         self.report.tokens_total = len(prompt.token_ids)
-        self._layers: list[CacheLayer] = []
         try:
             loaded = client.current()
         except UnsupportedModelError:
@@ -138,7 +145,14 @@ class Prefix:
         self._client.count_kept(report)
         return report, cache
 
+    def _improve(self) -> None:
+        """Loads the cache again where it was coarse, and the exact one is on this host now."""
+        with self._lock:
+            if self._layers and self.report.tokens_coarse and self.report.refinement is Refining.KEPT:
+                self._load()
+
     def _share(self, prompt: Prompt, started: float) -> tuple[Report, Cache | None]:
+        self._improve()
         report = Report(self._client.source.url, len(prompt.token_ids))
         report.seconds["tokenize"] = time.perf_counter() - started
         layers = self._layers
@@ -156,6 +170,8 @@ class Prefix:
             report.miss(error)
             return report, None
         report.tokens_reused = report.tokens_kept = common
+        # What was computed behind coarse rows is not exact, either.
+        report.precision, report.tokens_coarse = self.report.precision, common if self.report.tokens_coarse else 0
         report.bytes_raw = loaded.identity.layout.needed_bytes(common)
         return report, build_cache(loaded.model, [layer.fork(common) for layer in layers])
 

@@ -52,6 +52,14 @@ class MissReason(enum.StrEnum):
         return cls.REFUSED
 
 
+class Refining(enum.StrEnum):
+    """What becomes of coarse KV that a prompt began with."""
+
+    PENDING = "pending"
+    KEPT = "kept"
+    FAILED = "failed"
+
+
 @dataclass(frozen=True)
 class Audited:
     """A block that was recomputed: the same to the bit, or the same but for rounding (`passed`), or not (`detail`).
@@ -79,7 +87,9 @@ class Report:
     behind those tokens, as last measured, less the time spent on having them; None where that speed is not known yet.
     `audit` says which block was recomputed, and what came of it, where one was. `tokens_local` of the reused were mapped from
     this host's local store; `local_refused` says why that could not be looked at. `tokens_kept` of them were in memory already,
-    in a `Prefix` or from earlier turns of a `Conversation`. `request_id` is what edges log of
+    in a `Prefix` or from earlier turns of a `Conversation`. `tokens_coarse` of the reused were lossy, or computed behind such,
+    when the first token came, in `precision`; `refinement` says whether the exact KV is on its way to this host's store, or
+    there, for later prompts, or why not (`refinement_detail`); it changes after the answer. `request_id` is what edges log of
     everything they were asked for it; `prompt_id` is what ledgers call it, where usage is counted.
     """
 
@@ -100,6 +110,9 @@ class Report:
     tokens_local: int = 0
     local_refused: str = ""
     prompt_id: str = ""
+    tokens_coarse: int = 0
+    refinement: Refining | None = None
+    refinement_detail: str = ""
     plan: dict[str, Any] = field(default_factory=dict)
     request_id: str = ""
 
@@ -117,8 +130,11 @@ class Report:
         line = f"{self.tokens_reused:,} of {self.tokens_total:,} tokens reused, {self.bytes_fetched / 1e6:.1f} MB fetched"
         if self.tokens_local:
             line += f", {self.tokens_local:,} tokens from this host's store"
-        elif self.precision != PRECISION_NATIVE:
+        if self.precision != PRECISION_NATIVE:
             line += f" in {self.precision}"
+        if self.refinement is not None:
+            detail = f": {self.refinement_detail}" if self.refinement_detail else ""
+            line += f", exact KV {self.refinement}{detail}"
         if self.tokens_computed:
             line += f", {self.tokens_computed:,} computed meanwhile"
         if "first_token" in self.seconds:

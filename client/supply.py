@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvcdn.client.gate import Gate
 from kvcdn.client.local import LocalPrefixes
 from kvcdn.client.source import Source
 from kvcdn.keys import Namespace
+
+if TYPE_CHECKING:
+    from kvcdn.client.refine import Refiner
 
 
 @dataclass(frozen=True)
@@ -20,3 +24,5 @@ class Supply:
     precisions: tuple[str, ...]
     max_kl: float | None
     local: LocalPrefixes | None = None
+    refiner: Refiner | None = None
+    """Where prompts may begin with coarse KV, what makes it exact behind their answers."""

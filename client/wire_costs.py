@@ -8,14 +8,21 @@ from typing import Any
 
 from kvcdn.client.delivery import layers_to_read, raw_bytes
 from kvcdn.client.fetch import PrefixFetch
-from kvcdn.keys import BlockName, ModelIdentity
+from kvcdn.keys import COARSE_OF, TRANSFORMED, BlockName, ModelIdentity
 from kvcdn.model.remembered import Remembered
 
 USUAL_RATIO = 0.7
-"""Stored over raw bytes of bf16 KV, losslessly; measured 0.67 to 0.70."""
+"""Stored over raw bytes of bf16 KV, losslessly; measured 0.67 to 0.70. So is what is stored of coarse KV and its refinement."""
+
+USUAL_RATIOS = {"int8": 0.52, "int4": 0.3, "tc-high": 0.3, "tc-medium": 0.18, "tc-low": 0.12}
+"""The same of lossy precisions (docs/codecs.md)."""
 
 USUAL_DECODING = 200e6
 """Stored bytes a second that one thread verifies, decrypts and decodes, before it was measured here."""
+
+USUAL_TRANSFORMING = 0.15e9
+USUAL_REFINING = 0.06e9
+"""Raw bytes a second that the transform codec decodes in one thread, and that it and a refinement do (docs/codecs.md)."""
 
 _SAVE_SECONDS = 10.0
 """Least time between two writes to disk."""
@@ -32,8 +39,12 @@ class WireCosts:
         self._key = f"{model.tag} {model.precision}"
         known = Remembered("wire-costs").get(self._key)
         known = known if isinstance(known, dict) else {}
-        self.ratio = _sensible(known.get("ratio"), 0.01, 2.0) or USUAL_RATIO
-        self._decoding = _sensible(known.get("decoding"), 1e5, 1e12) or USUAL_DECODING
+        self.ratio = _sensible(known.get("ratio"), 0.01, 2.0) or USUAL_RATIOS.get(model.precision, USUAL_RATIO)
+        self._decoding = _sensible(known.get("decoding"), 1e5, 1e12) or self._usual_decoding(model.precision)
+
+    def _usual_decoding(self, precision: str) -> float:
+        raw = USUAL_REFINING if precision in COARSE_OF else USUAL_TRANSFORMING if precision in TRANSFORMED else None
+        return USUAL_DECODING if raw is None else self.ratio * raw
 
     @property
     def segment_bytes(self) -> float:
@@ -60,11 +71,11 @@ class WireCosts:
 
     def remember(self, fetch: PrefixFetch) -> None:
         """Keeps what `fetch` has shown for the next one."""
-        headers = [one.header for one in fetch.deliveries if one.header is not None and one.received and not one.computed]
-        decoding, raw = self._measured(fetch), sum(header.raw_bytes for header in headers)
+        read = [(one, one.header.raw_bytes) for one in fetch.deliveries if one.header and one.received and not one.computed]
+        decoding, raw = self._measured(fetch), sum(raw for _, raw in read)
         if decoding is None or not raw:
             return
-        ratio = sum(header.size for header in headers) / raw
+        ratio = sum(one.size for one, _ in read) / raw
         Remembered("wire-costs").put(self._key, {"ratio": round(ratio, 4), "decoding": round(decoding)}, every_s=_SAVE_SECONDS)
 
 

@@ -21,7 +21,7 @@ from kvcdn.digest import Digest, ModelTag, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
 from kvcdn.errors import CorruptError, QualityError
 from kvcdn.fields import Fields
-from kvcdn.keys import PRECISION_NATIVE, PRECISIONS, TRANSFORMED, BlockName, ModelIdentity
+from kvcdn.keys import COARSE_OF, PRECISION_NATIVE, PRECISIONS, TRANSFORMED, BlockName, ModelIdentity
 from kvcdn.layout import (
     DTYPE_BYTES,
     MAX_BLOCK_TOKENS,
@@ -35,12 +35,9 @@ from kvcdn.seal import TAG_BYTES, ObjectKeys, segment_associated_data
 from kvcdn.segment import MAX_BLOCK_BYTES, MAX_SEGMENT_BYTES, Part, Segment, part_slices, read_segments
 from kvcdn.signing import PublicKey, SigningKey
 
-_LOSSY_CODEC_OF = {
-    precision: () if precision == PRECISION_NATIVE else ("tc",) if precision in TRANSFORMED else ("quant",)
-    for precision in PRECISIONS
-}
+_OWN_CODEC = {PRECISION_NATIVE: (), **dict.fromkeys(TRANSFORMED, ("tc",)), **dict.fromkeys(COARSE_OF, ("rest",))}
 
-CODECS_OF = {precision: (*LOSSLESS_CODECS, *lossy) for precision, lossy in _LOSSY_CODEC_OF.items()}
+CODECS_OF = {precision: (*LOSSLESS_CODECS, *_OWN_CODEC.get(precision, ("quant",))) for precision in PRECISIONS}
 """The codecs that parts of each precision may have (FORMAT.md 2.5)."""
 
 MAX_START = 1 << 24
@@ -61,6 +58,8 @@ class BlockHeader:
     producer: Producer
     certificate: Certificate | None
     basis: BasisName | None
+    coarse: Digest | None
+    """Of a refinement: the etag of the block that it makes exact."""
     segments: tuple[Segment, ...]
     publisher: PublicKey
     envelope_bytes: int
@@ -121,6 +120,7 @@ def open_header(data: Buffer, what: str) -> BlockHeader:
         producer=Producer.from_json(fields.any("producer"), what),
         certificate=read_certificate(fields, precision, what),
         basis=read_basis_name(fields, precision, what),
+        coarse=fields.fixed("coarse", Digest) if precision in COARSE_OF else None,
         segments=read_segments(fields.array("segments", 1, MAX_LAYERS), what),
         publisher=envelope.publisher,
         envelope_bytes=envelope.size,
@@ -135,7 +135,7 @@ def open_header(data: Buffer, what: str) -> BlockHeader:
     return header
 
 
-def open_segment(
+def open_segment(  # noqa: PLR0913 - by name
     header: BlockHeader,
     keys: ObjectKeys,
     index: int,
@@ -143,11 +143,14 @@ def open_segment(
     scratch: bytearray,
     outs: Sequence[memoryview],
     basis: Sequence[Any] = (),
+    *,
+    coarse: Sequence[Buffer] = (),
 ) -> None:
     """Verifies, decrypts and decodes segment `index` into `outs`, one writable byte view a part, of exactly its raw size.
 
     `scratch` is working memory that is grown as needed and may be reused by the same thread. `basis` has the layer's parts of
-    the basis that `header.basis` names, one a tensor. Raises CorruptError; `outs` may then hold anything.
+    the basis that `header.basis` names, one a tensor; `coarse` the layer's tensors of the block that is refined, which may be
+    `outs` themselves. Raises CorruptError; `outs` may then hold anything.
     """
     segment = header.segments[index]
     what = f"block {header.address}, layer {index}"
@@ -161,10 +164,14 @@ def open_segment(
         associated = segment_associated_data(header.address, segment.descriptor)
         keys.open_into(index, associated, stored, encoded, what)
         for number, ((part, place), out) in enumerate(zip(part_slices(segment), outs, strict=True)):
-            rows = Rows(part.dtype, part.shape, header.start, basis[number] if number < len(basis) else None)
+            own_basis, own_coarse = (each[number] if number < len(each) else None for each in (basis, coarse))
+            rows = Rows(part.dtype, part.shape, header.start, own_basis, own_coarse)
             # Released here: a view kept alive by an error's traceback would stop `scratch` from ever growing again.
             with encoded[place] as piece:
                 decode_part(part.codec, piece, rows, out, f"{what}, {part.name}")
+    # What is refined comes from memory, or from another object: exact is what the publisher signed as exact (FORMAT.md 4.7).
+    if header.coarse is not None and keys.raw_digest(*outs) != segment.raw_digest:
+        raise CorruptError(f"{what}: refined numbers are not the exact ones, they were refined from other coarse ones")
 
 
 def seal_block(  # noqa: PLR0913 - by name
@@ -176,12 +183,13 @@ def seal_block(  # noqa: PLR0913 - by name
     certificate: Certificate | None = None,
     basis: BasisName | None = None,
     *,
+    coarse: Digest | None = None,
     each: Callable[..., Iterable[Any]] = map,
 ) -> list[bytes]:
     """A block's bytes in pieces, envelope first; `layers[i][j]` are the raw bytes of tensor j of layer i (FORMAT.md 2.3).
 
-    Raw bytes are stored losslessly, whatever the precision; what a lossy codec has encoded is stored as it is. A lossy
-    precision has a certificate.
+    Raw bytes are stored losslessly, whatever the precision; what is encoded already is stored as it is. A lossy precision has
+    a certificate, a refinement the etag of the `coarse` block.
     States come last, in a block that ends at a checkpoint. `each` is `map`, or one that works at several layers at once.
     """
     salt = Digest(os.urandom(Digest.SIZE))
@@ -214,6 +222,7 @@ def seal_block(  # noqa: PLR0913 - by name
         "segments": [segment.to_json() for segment in segments],
         **({} if certificate is None else {"certificate": certificate.to_json()}),
         **({} if basis is None else {"basis": basis.to_json()}),
+        **({} if coarse is None else {"coarse": str(coarse)}),
     }
     return [seal_envelope(BLOCK_MAGIC, header, key), *stored]
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
-from kvcdn.keys import PRECISION_NATIVE
+from kvcdn.keys import LOSSY
 
 MICRO = 1_000_000
 """Fractions and perplexities are counted in millionths: canonical JSON has no floating point."""
@@ -70,4 +70,4 @@ class Certificate:
 
 def read_certificate(fields: Fields, precision: str, what: str) -> Certificate | None:
     """The header's field: there in a lossy precision, and only there. Raises CorruptError."""
-    return None if precision == PRECISION_NATIVE else Certificate.from_json(fields.any("certificate"), what)
+    return Certificate.from_json(fields.any("certificate"), what) if precision in LOSSY else None

@@ -58,6 +58,8 @@ class Rows:
     """Position of the first token."""
     basis: Any = None
     """The tensor's own part of the model's basis, a kvcdn.codecs.basis.TensorBasis, for codecs that need one."""
+    coarse: Buffer | None = None
+    """The same tensor as the block that is refined decodes to, for codecs that hold what it lacks."""
 
     @property
     def typesize(self) -> int:
@@ -66,7 +68,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor that a lossy codec has encoded already, with the bytes that every reader will decode it to."""
+    """A tensor that has been encoded already, with the bytes that every reader will decode it to."""
 
     codec: str
     data: bytes
@@ -163,7 +165,8 @@ PLAIN_CHUNK = BloscCodec(shuffled=False)
 
 LOSSLESS_CODECS = (*CODECS, "exponents")
 
-LOSSY_CODECS = ("quant", "tc")
+ALL_CODECS = (*LOSSLESS_CODECS, "quant", "tc", "rest")
+"""Two lossy ones as well, and what a lossy tensor lacks of the exact one."""
 
 _LEAST_RATIO = 0.56
 """Exponents of one bit each, by `exponents`; those of real KV have 2.5."""
@@ -201,7 +204,7 @@ def decode_part(codec: str, encoded: Buffer, rows: Rows, out: memoryview, what: 
 @functools.cache
 def _decoder(codec: str) -> Callable[[Buffer, Rows, memoryview, str], None]:
     """The decoder of a codec that knows numbers."""
-    # Each by itself: an edge does without arrays, and most readers without two of the three.
+    # Each by itself: an edge does without arrays, and most readers without all but one.
     if codec == "exponents":
         from kvcdn.codecs.exponents import decode_exponents  # noqa: PLC0415
 
@@ -210,6 +213,10 @@ def _decoder(codec: str) -> Callable[[Buffer, Rows, memoryview, str], None]:
         from kvcdn.codecs.quant import decode_grid  # noqa: PLC0415
 
         return decode_grid
+    if codec == "rest":
+        from kvcdn.codecs.rest import decode_rest  # noqa: PLC0415
+
+        return decode_rest
     from kvcdn.codecs.transform import decode_transform  # noqa: PLC0415
 
     return decode_transform

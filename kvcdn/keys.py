@@ -10,7 +10,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcdn.digest import Digest, ModelTag, Secret, derive
 from kvcdn.errors import UsageError
@@ -22,7 +22,19 @@ PRECISION_NATIVE = "native"
 TRANSFORMED = ("tc-high", "tc-medium", "tc-low")
 """Precisions that need the model's basis."""
 
-PRECISIONS = (PRECISION_NATIVE, "int8", "int4", *TRANSFORMED)
+LOSSY = ("int8", "int4", *TRANSFORMED)
+"""Precisions whose KV is near the exact one."""
+
+
+def refinement_of(precision: str) -> str:
+    """The precision of what makes the lossy `precision` exact."""
+    return f"{precision}+"
+
+
+COARSE_OF = {refinement_of(precision): precision for precision in LOSSY}
+"""Refinements, each with the lossy precision that it makes exact: their blocks hold what that one's lack."""
+
+PRECISIONS = (PRECISION_NATIVE, *LOSSY, *COARSE_OF)
 """How KV is kept (FORMAT.md 2.5). The precision is in the seed of every name, so that no chain holds blocks of two."""
 
 EXACT_TOKENS = 4
@@ -90,6 +102,8 @@ class BlockName:
     tokens: int
     address: Digest
     content_key: Secret
+    coarse: BlockName | None = None
+    """Of a refinement: the block of the same tokens that it makes exact."""
 
     @property
     def end(self) -> int:
@@ -123,6 +137,8 @@ class Chain:
         self.block_tokens = model.layout.block_tokens
         self._packed = _pack(token_ids)
         self._links = [model.seed(namespace)]
+        coarse = COARSE_OF.get(model.precision)
+        self._coarse = None if coarse is None else Chain(replace(model, precision=coarse), namespace, token_ids)
         self._whole: list[BlockName] = []
         for start in range(0, self.tokens - self.block_tokens + 1, self.block_tokens):
             name, link = self._step(start, start + self.block_tokens)
@@ -141,13 +157,18 @@ class Chain:
         manifest = Digest(derive("kvcdn v1 manifest address", link))
         return PrefixNames(self.model, tuple(blocks), manifest, tokens)
 
+    def block(self, start: int, end: int) -> BlockName:
+        """Names the block of the tokens from `start`, a multiple of the block length, to `end`."""
+        return self._step(start, end)[0]
+
     def _step(self, start: int, end: int) -> tuple[BlockName, Secret]:
         index = start // self.block_tokens
         link = Secret(
             derive("kvcdn v1 chain", self._links[index] + struct.pack("<I", end - start) + self._packed[4 * start : 4 * end])
         )
         address = Digest(derive("kvcdn v1 block address", link))
-        return BlockName(index, start, end - start, address, Secret(derive("kvcdn v1 content key", link))), link
+        coarse = self._coarse.block(start, end) if self._coarse else None
+        return BlockName(index, start, end - start, address, Secret(derive("kvcdn v1 content key", link)), coarse), link
 
 
 def _pack(token_ids: Sequence[int]) -> bytes:
@@ -170,6 +191,18 @@ def read_precisions(precisions: str | Sequence[str]) -> tuple[str, ...]:
     if not names or len(set(names)) < len(names):
         raise UsageError("a list of precisions names at least one, and each once")
     return names
+
+
+def with_refinements(names: Sequence[str]) -> tuple[str, ...]:
+    """`names` with the refinement of each lossy one before it. Raises UsageError where none is lossy."""
+    if not set(names) & set(LOSSY):
+        raise UsageError(
+            "exact KV alone has no coarse part that could come first", hint=f"accept one of {', '.join(LOSSY)} too"
+        )
+    found: list[str] = []
+    for name in names:
+        found += [refinement_of(name), name] if name in LOSSY else [name]
+    return tuple(dict.fromkeys(found))
 
 
 def model_tag(fingerprint: Digest) -> ModelTag:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcdn.codec import LOSSLESS_CODECS, LOSSY_CODECS
+from kvcdn.codec import ALL_CODECS
 from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
@@ -115,7 +115,7 @@ def _read_part(value: Any, what: str) -> Part:
     shape = Fields.integers(fields.array("shape", *dimensions), f"{what}: shape", 1, MAX_SEGMENT_BYTES)
     part = Part(
         name=name,
-        codec=fields.choice("codec", (*LOSSLESS_CODECS, *LOSSY_CODECS)),
+        codec=fields.choice("codec", ALL_CODECS),
         dtype=fields.choice("dtype", tuple(DTYPE_BYTES)),
         shape=tuple(shape),
         length=fields.integer("length", 0, MAX_SEGMENT_BYTES),

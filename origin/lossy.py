@@ -15,12 +15,22 @@ import numpy as np
 import torch
 
 from kvcdn.certificate import Certificate
-from kvcdn.codec import Buffer, Encoded
+from kvcdn.codec import Buffer, Encoded, Rows
 from kvcdn.codecs.basis import Basis
 from kvcdn.codecs.carrier import carry
-from kvcdn.codecs.choice import GridEncoder, Place, TensorEncoder, TransformEncoder, choose_fine, grid_harm, row_exponents
+from kvcdn.codecs.choice import (
+    GridEncoder,
+    Place,
+    TensorEncoder,
+    TransformEncoder,
+    choose_fine,
+    encode_refinement,
+    grid_harm,
+    row_exponents,
+)
 from kvcdn.errors import UnsupportedModelError
-from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames
+from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames, refinement_of
+from kvcdn.layout import TensorSpec
 from kvcdn.manifest import BlockEntry
 from kvcdn.model.calibrate import calibrate, calibration_texts
 from kvcdn.model.load import LoadedModel
@@ -51,19 +61,28 @@ class LossyPublishing:
         run_for: Callable[[PrefixNames], Run],
         token_ids: Sequence[int],
         max_kl: float | None,
+        *,
+        progressive: bool = False,
     ) -> None:
+        """`progressive`: beside the lossy KV goes what makes it exact."""
         self._run_of = run_of
         self._run_for = run_for
         self._ids = token_ids
         self._max_kl = max_kl
+        self._progressive = progressive
+        self.refined: Run | None = None
 
     def publish(self, precision: str, *, label: str, expires: int | None) -> Run | None:
-        """Publishes in `precision`, or in the next finer one that is good enough. None where only native precision is."""
+        """Publishes in `precision`, or in the next finer one that is good enough. None where only native precision is.
+
+        `refined` is then the run of the refinement, where there is to be one.
+        """
         run = self._run_of(precision)
         existing = run.existing_manifest()
         if existing is not None and run.is_complete() and existing.certificate and existing.certificate.meets(self._max_kl):
             run.leave(existing)
-            return run
+            if self._leaves_refinement(run):
+                return run
         native = self._run_of(PRECISION_NATIVE)
         exact = native.compute(self._ids)
         judge = Judge(native.loaded, self._ids, exact)
@@ -77,13 +96,44 @@ class LossyPublishing:
                 existing = run.existing_manifest()
                 if existing is not None and run.is_complete():
                     run.leave(existing)
-                    return run
-                if precision in TRANSFORMED:
-                    self._publish_basis(run, encoders.basis)
-                run.write(partial(lossy.write, certificate), existing, certificate, label=label, expires=expires)
+                else:
+                    if precision in TRANSFORMED:
+                        self._publish_basis(run, encoders.basis)
+                    run.write(partial(lossy.write, certificate), existing, certificate, label=label, expires=expires)
+                if self._progressive and not self._leaves_refinement(run):
+                    self._refine(run, exact, lossy.decoded, label=label, expires=expires)
                 return run
             precision = LADDER[precision]
         return None
+
+    def _leaves_refinement(self, coarse: Run) -> bool:
+        """Whether nothing is to be done to make what `coarse` has published exact."""
+        if not self._progressive:
+            return True
+        self.refined = refined = self._run_of(refinement_of(coarse.names.model.precision))
+        existing = refined.existing_manifest()
+        if existing is None or not refined.is_complete():
+            return False
+        for name, entry in zip(refined.names.blocks, coarse.manifest.blocks, strict=True):
+            refined.refining(name, entry.etag)
+        refined.leave(existing)
+        return True
+
+    def _refine(self, coarse: Run, exact: Kv, decoded: Kv, *, label: str, expires: int | None) -> None:
+        """Publishes what `decoded`, which `coarse` has published, lacks of `exact`."""
+        refined = self.refined
+        if refined is None:
+            return
+        entries = coarse.manifest.blocks
+
+        def write() -> list[BlockEntry]:
+            return [
+                refined.refining(name, entry.etag)
+                or refined.write_block(name, _rest(refined, name, exact, decoded), coarse=entry.etag)
+                for name, entry in zip(refined.names.blocks, entries, strict=True)
+            ]
+
+        refined.write(write, refined.existing_manifest(), label=label, expires=expires)
 
     def _publish_basis(self, run: Run, basis: Basis) -> None:
         """Brings the basis to the origin, before the blocks that name it."""
@@ -99,6 +149,20 @@ class LossyPublishing:
             label=f"basis {str(name.digest)[:12]}",
             expires=None,
         )
+
+
+def _rest(run: Run, name: BlockName, exact: Kv, decoded: Kv) -> EncodedBlock:
+    """What a block lacks of the exact one, tensor by tensor; the exact one itself where that is not more."""
+    tokens = slice(name.start, name.end)
+
+    def encode(spec: TensorSpec, raw: torch.Tensor, near: torch.Tensor) -> Buffer | Encoded:
+        rows = Rows(spec.dtype, spec.shape(name.tokens), name.start, coarse=tensor_bytes(near[tokens]))
+        return encode_refinement(tensor_bytes(raw[tokens]), rows)
+
+    return [
+        list(map(encode, spec.tensors, raws, nears))
+        for spec, raws, nears in zip(run.names.model.layout.layers, exact, decoded, strict=True)
+    ]
 
 
 class Encoders:

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.journal import Published
-from kvcdn.keys import PRECISION_NATIVE, Namespace, PrefixNames
+from kvcdn.keys import COARSE_OF, LOSSY, PRECISION_NATIVE, Namespace, PrefixNames
 from kvcdn.manifest import MAX_BLOCKS
 from kvcdn.model.load import LoadedModel
 from kvcdn.origin.journal import Journal
 from kvcdn.origin.kept import Kept
 from kvcdn.origin.lossy import LossyPublishing
-from kvcdn.origin.run import PublishProgress, PublishResult, Run
+from kvcdn.origin.result import PublishProgress, PublishResult
+from kvcdn.origin.run import Run
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
 
@@ -55,6 +56,7 @@ class Publisher:
         token_ids: Sequence[int],
         *,
         precision: str = PRECISION_NATIVE,
+        progressive: bool = False,
         max_kl: float | None = None,
         label: str = "",
         expires: int | None = None,
@@ -63,9 +65,17 @@ class Publisher:
         """Publishes the prefix `token_ids`; `expires` is a Unix time. Raises UsageError before anything is written.
 
         A lossy `precision` is measured on the document. Where its mean next-token divergence is above `max_kl` nats, finer
-        precisions are tried, native the last, and the result tells which was published. The model's adapters must not change
-        while this runs.
+        precisions are tried, native the last, and the result tells which was published. With `progressive` what makes it exact
+        is published beside it. The model's adapters must not change while this runs.
         """
+        if precision in COARSE_OF:
+            raise UsageError(
+                f"{precision} is published beside {COARSE_OF[precision]}", hint=f"publish {COARSE_OF[precision]} as progressive"
+            )
+        if progressive and precision not in LOSSY:
+            raise UsageError(
+                f"{precision} has no coarse part that could come first", hint=f"progressive goes with one of {', '.join(LOSSY)}"
+            )
         self.loaded = self.loaded.current()
         token_ids = published_part(self.loaded, token_ids)
         check_length(self.loaded, len(token_ids))
@@ -78,15 +88,28 @@ class Publisher:
         def run(chosen: str) -> Run:
             return run_for(self._names(token_ids, chosen))
 
-        if precision != PRECISION_NATIVE:
+        if precision in LOSSY:
             require_lossy(self.loaded, precision)
-            lossy = LossyPublishing(run, run_for, token_ids, max_kl)
+            lossy = LossyPublishing(run, run_for, token_ids, max_kl, progressive=progressive)
             found = lossy.publish(precision, label=label, expires=expires)
             if found is not None:
-                return found.result(self._namespace)
+                return self._with_refinement(found.result(self._namespace), lossy.refined)
         native = run(PRECISION_NATIVE)
         native.publish(token_ids, label, expires)
         return native.result(self._namespace)
+
+    def _with_refinement(self, result: PublishResult, refined: Run | None) -> PublishResult:
+        """`result`, with what was done to make the document exact."""
+        if refined is None:
+            return result
+        rest = refined.result(self._namespace)
+        return replace(
+            result,
+            status=result.status if rest.status == "exists" else rest.status,
+            blocks_uploaded=result.blocks_uploaded + rest.blocks_uploaded,
+            uploaded_bytes=result.uploaded_bytes + rest.uploaded_bytes,
+            refinement={"address": rest.address, "precision": rest.precision, "stored_bytes": rest.stored_bytes},
+        )
 
     def _record(self, deed: Published) -> None:
         self._journal.append(deed, self._tenant)

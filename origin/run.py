@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
 from kvcdn.model.speed import Pass, remember_passes
 from kvcdn.origin.kept import Kept, KeptBlock
 from kvcdn.origin.lease import Lease
+from kvcdn.origin.result import PublishProgress, PublishResult
 from kvcdn.origin.whole import read_header
 from kvcdn.seal import ObjectKeys
 from kvcdn.signing import SigningKey, TrustList
@@ -46,49 +47,6 @@ _MOST_SEALING = 16
 
 _LOADS_IN_FLIGHT = 2
 """Blocks that are read and decoded at once: while one waits for the origin, another has the processor."""
-
-
-@dataclass(frozen=True)
-class PublishProgress:
-    """What a run has done so far."""
-
-    tokens_done: int
-    tokens_total: int
-    tokens_loaded: int
-    bytes_stored: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class PublishResult:
-    """What a run did.
-
-    `status` is `published`; `exists` where all of it was there and nothing was done; `repaired` where the manifest was
-    there, but not all of its blocks.
-    """
-
-    status: str
-    address: str
-    model: str
-    fingerprint: str
-    namespace: str
-    precision: str
-    certificate: dict[str, int] | None
-    tokens: int
-    blocks: int
-    blocks_uploaded: int
-    tokens_computed: int
-    tokens_loaded: int
-    raw_bytes: int
-    stored_bytes: int
-    uploaded_bytes: int
-    ratio: float
-    seconds: float
-    prefill_seconds: float
-    tokens_per_second: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Run:
@@ -132,6 +90,25 @@ class Run:
             self.leave(existing)
         else:
             self.write(lambda: self._compute_blocks(token_ids), existing, label=label, expires=expires)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What was written, or left."""
+        if self._outcome is None:
+            raise RuntimeError("this run has not ended")
+        return self._outcome[1]
+
+    def refining(self, name: BlockName, coarse: Digest) -> BlockEntry | None:
+        """The entry of a block that refines the block `coarse`; None where it is not there. Raises CorruptError for another."""
+        header = self.header(name)
+        if header is None:
+            return None
+        if header.coarse != coarse:
+            raise CorruptError(
+                f"block {name.address} refines block {header.coarse}, which was replaced by {coarse}",
+                hint=f"remove the {self.names.model.precision} document and publish again",
+            )
+        return BlockEntry(name.address, name.tokens, header.size, header.etag)
 
     def leave(self, manifest: Manifest) -> None:
         """There is nothing to be done."""
@@ -286,12 +263,14 @@ class Run:
 
     def _entry(self, name: BlockName) -> BlockEntry | None:
         """The entry of a block at the origin, of which only the header is read; None where it is not there."""
+        header = self.header(name)
+        return None if header is None else BlockEntry(name.address, name.tokens, header.size, header.etag)
+
+    def header(self, name: BlockName) -> BlockHeader | None:
+        """The header of a block at the origin; None where it is not there."""
         key = block_key(self.names.model.tag, name.address)
         info = self._store.stat(key)
-        if info is None:
-            return None
-        header = self._checked(read_header(self._store, key), name, info.size)
-        return BlockEntry(name.address, name.tokens, info.size, header.etag)
+        return None if info is None else self._checked(read_header(self._store, key), name, info.size)
 
     def exists(self, name: BlockName) -> bool:
         """Whether the block is there."""
@@ -335,9 +314,10 @@ class Run:
         layers: Sequence[Sequence[Buffer | Encoded]],
         certificate: Certificate | None = None,
         basis: BasisName | None = None,
+        coarse: Digest | None = None,
     ) -> BlockEntry:
         """Seals a block and creates it at the origin."""
-        return self._create(name, self._seal(name, layers, certificate, basis))
+        return self._create(name, self._seal(name, layers, certificate, basis, coarse))
 
     def _seal(
         self,
@@ -345,9 +325,11 @@ class Run:
         layers: Sequence[Sequence[Buffer | Encoded]],
         certificate: Certificate | None = None,
         basis: BasisName | None = None,
+        coarse: Digest | None = None,
         each: Callable[..., Iterable[Any]] = map,
     ) -> list[bytes]:
-        return seal_block(self.names.model, name, self._producer, layers, self._key, certificate, basis, each=each)
+        names = self.names.model, name
+        return seal_block(*names, self._producer, layers, self._key, certificate, basis, coarse=coarse, each=each)
 
     def _create(self, name: BlockName, pieces: list[bytes]) -> BlockEntry:
         size = sum(map(len, pieces))
@@ -368,9 +350,7 @@ class Run:
 
     def result(self, namespace: Namespace) -> PublishResult:
         """What this run did. It has written, or left, a manifest."""
-        if self._outcome is None:
-            raise RuntimeError("this run has not ended")
-        status, manifest = self._outcome
+        status, manifest = self._outcome[0] if self._outcome else "", self.manifest
         speed = self._tokens_computed / self._prefill_seconds if self._prefill_seconds else None
         return PublishResult(
             status=status,

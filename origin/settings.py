@@ -57,6 +57,7 @@ class PublisherSettings(BaseSettings):
         default="native",
         description="How KV is kept: native is bit-exact, the others are smaller, and measured on each document.",
     )
+    progressive: bool = Field(default=False, description="Whether what makes a lossy document exact is published beside it.")
     min_quality: float | None = Field(
         default=None,
         ge=0,

@@ -7,7 +7,7 @@ import pytest
 from kvcdn.cli.bench_codec import PUBLISHED
 from kvcdn.cli.bench_codec_plot import draw_codecs
 from kvcdn.errors import UsageError
-from kvcdn.keys import PRECISIONS
+from kvcdn.keys import LOSSY
 from support.command import kvcdn
 from support.tiny import TEXT
 
@@ -20,12 +20,12 @@ def test_rows_of_every_precision(tiny_llama, tmp_path):
     assert 0 == ran.code, ran.err
     rows = {row["codec"]: row for row in ran.json["rows"]}
     others = ["safetensors (raw)", "zstd over raw bytes", "int8 over whole tensors"]
-    assert [*others, "lossless", *PRECISIONS[1:]] == list(rows)
+    assert [*others, "lossless", *LOSSY] == list(rows)
     assert (0.0, 1.0) == (rows["lossless"]["kl"], rows["lossless"]["top1"])
     assert rows["safetensors (raw)"]["ratio"] == 1.0
     assert rows["lossless"]["ratio"] > rows["int8"]["ratio"] > rows["int4"]["ratio"]
     assert rows["lossless"]["ratio"] > rows["tc-high"]["ratio"] > rows["tc-medium"]["ratio"] > rows["tc-low"]["ratio"]
-    for name in ("lossless", *PRECISIONS[1:]):
+    for name in ("lossless", *LOSSY):
         assert {"document", "encode_gbps", "decode_gbps_per_core", "kl_recompute", "greedy_equal"} <= set(rows[name])
     assert {"CacheGen", "KVTC"} == {one["codec"] for one in ran.json["published"] if "arXiv" in one["published"]}
 
@@ -43,7 +43,7 @@ def test_the_plot_shows_every_lossy_codec(tmp_path):
     """Each document's curve and points, what is exact beside them, and what others published said to be theirs."""
     pytest.importorskip("matplotlib")
     lossy = {"kl": 0.002, "kl_recompute": 0.001}
-    rows = [{"document": "text", "codec": name, "ratio": 0.1 * at, **lossy} for at, name in enumerate(PRECISIONS[1:], 1)]
+    rows = [{"document": "text", "codec": name, "ratio": 0.1 * at, **lossy} for at, name in enumerate(LOSSY, 1)]
     rows += [{"document": "text", "codec": "lossless", "ratio": 0.67, "kl": 0.0, "kl_recompute": 0.001}]
     draw_codecs(rows, PUBLISHED, tmp_path / "plot.svg")
     again = tmp_path / "again.svg"
@@ -52,7 +52,7 @@ def test_the_plot_shows_every_lossy_codec(tmp_path):
     draw_codecs(rows[:-2], PUBLISHED, again)
     assert again.read_bytes() != (tmp_path / "plot.svg").read_bytes()
     drawn = (tmp_path / "plot.svg").read_text("utf-8")
-    found = [text for text in ("as published", ": CacheGen", ": KVTC", "lossless, exact", *PRECISIONS[1:]) if text not in drawn]
+    found = [text for text in ("as published", ": CacheGen", ": KVTC", "lossless, exact", *LOSSY) if text not in drawn]
     assert [] == found
     with pytest.raises(UsageError, match=r"not 'plot\.pdf'"):
         draw_codecs(rows, PUBLISHED, tmp_path / "plot.pdf")

@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -199,12 +199,19 @@ GRIDS = ("int8", "int4")
 
 TRANSFORMED = ("tc-high", "tc-medium", "tc-low")
 
-CODECS_OF = {"native": LOSSLESS, **dict.fromkeys(GRIDS, (*LOSSLESS, "quant")), **dict.fromkeys(TRANSFORMED, (*LOSSLESS, "tc"))}
+REFINEMENTS = tuple(f"{precision}+" for precision in (*GRIDS, *TRANSFORMED))
+
+CODECS_OF = {
+    "native": LOSSLESS,
+    **dict.fromkeys(GRIDS, (*LOSSLESS, "quant")),
+    **dict.fromkeys(TRANSFORMED, (*LOSSLESS, "tc")),
+    **dict.fromkeys(REFINEMENTS, (*LOSSLESS, "rest")),
+}
 
 
 def part(name: Form, least: int, most: int) -> Form:
     return fields(
-        codec=one_of(*LOSSLESS, "quant", "tc"),
+        codec=one_of(*LOSSLESS, "quant", "tc", "rest"),
         dtype=one_of(*DTYPE_SIZE),
         length=integer(0, 2**32 - 1),
         name=name,
@@ -255,21 +262,26 @@ CERTIFICATE = fields(
 )
 
 
-def native_or_lossy(basis: dict[str, Form], **forms: Form) -> Form:
-    """Lossy objects have a certificate, native ones have none (5.1); those of `tc` precisions have the fields `basis` too."""
+def in_any_precision(basis: dict[str, Form], coarse: dict[str, Form], **forms: Form) -> Form:
+    """Lossy objects have a certificate, others have none (5.1); those of `tc` precisions have the fields `basis` too.
+
+    Refinements have the fields `coarse`.
+    """
     lossy = either(
         fields(**forms, precision=one_of(*GRIDS), certificate=CERTIFICATE),
         fields(**forms, **basis, precision=one_of(*TRANSFORMED), certificate=CERTIFICATE),
     )
+    refined = fields(**forms, **coarse, precision=one_of(*REFINEMENTS))
 
     def certified(value: Any) -> bool:
         return lossy(value) and value["certificate"]["greedy_equal"] <= value["certificate"]["greedy_total"]
 
-    return either(fields(**forms, precision=one_of("native")), certified)
+    return either(fields(**forms, precision=one_of("native")), refined, certified)
 
 
-BLOCK = native_or_lossy(
+BLOCK = in_any_precision(
     {"basis": fields(bytes=integer(1, 2**30), digest=digest)},
+    {"coarse": digest},
     type=one_of("block"),
     v=integer(1, 1),
     address=digest,
@@ -286,7 +298,8 @@ BLOCK = native_or_lossy(
 
 ENTRY = fields(address=digest, etag=digest, size=integer(1, 2**36), tokens=integer(1, 1024))
 
-MANIFEST = native_or_lossy(
+MANIFEST = in_any_precision(
+    {},
     {},
     type=one_of("manifest"),
     v=integer(1, 1),
@@ -468,6 +481,8 @@ def decode_part(part: dict[str, Any], encoded: bytes) -> bytes:
     if part["codec"] == "raw":
         require(len(encoded) == size, "raw size")
         return encoded
+    if part["codec"] == "rest":
+        return decode_rest(part, encoded)
     if part["codec"] == "quant":
         return decode_grid(part, encoded)
     if part["codec"] == "tc":
@@ -655,6 +670,26 @@ def decode_components(part: dict[str, Any], encoded: bytes) -> bytes:
     return encoded[8:start] + rounded(values, part["dtype"])
 
 
+def decode_rest(part: dict[str, Any], encoded: bytes) -> bytes:
+    """4.7, a number at a time."""
+    require(part["dtype"] in ("bfloat16", "float16") and part.get("coarse") is not None, "nothing to refine")
+    coarse = struct.unpack(f"<{len(part['coarse']) // 2}H", part["coarse"])
+    require(len(encoded) >= 48, "lengths of the rest")
+    ends = list(accumulate(struct.unpack("<12I", encoded[:48]), initial=48))
+    require(ends[-1] == len(encoded), "streams of the rest")
+    exponents = [value % 2**15 // (2**7 if part["dtype"] == "bfloat16" else 2**10) for value in coarse]
+    largest = max(exponents)
+    classes = [min(largest - exponent, 11) for exponent in exponents]
+    left = [
+        iter(read_symbols(encoded[start:end], classes.count(kind)).tolist()) for kind, (start, end) in enumerate(pairwise(ends))
+    ]
+    exact = []
+    for value, kind in zip(coarse, classes, strict=True):
+        order = (0xFFFF - value if value >= 0x8000 else value + 0x8000) + next(left[kind])
+        exact.append(0xFFFF - order % 0x10000 if order % 0x10000 < 0x8000 else order % 0x10000 - 0x8000)
+    return struct.pack(f"<{len(exact)}H", *exact)
+
+
 def place_symbols(streams: list[bytes], exponents: list[int], levels: list[int]) -> Any:
     """4.5: which symbol is where, one at a time."""
     symbols = np.zeros((len(exponents), len(levels)), np.int64)
@@ -685,7 +720,12 @@ def turn(values: Any, basis: TensorBasis, start: int) -> None:
 
 
 def read_segment(
-    header: dict[str, Any], name: Name, index: int, stored: bytes, bases: Sequence[TensorBasis | None] = (None,) * 3
+    header: dict[str, Any],
+    name: Name,
+    index: int,
+    stored: bytes,
+    bases: Sequence[TensorBasis | None] = (None,) * 3,
+    coarse: Sequence[bytes] = (),
 ) -> list[bytes]:
     """4.2: the raw tensors of one layer, from its stored bytes."""
     segment = header["segments"][index]
@@ -699,9 +739,9 @@ def read_segment(
     except InvalidTag as error:
         raise RefusedError("AEAD") from error
     raw = []
-    for part, basis in zip(segment["parts"], (*bases, *[None] * 16), strict=False):
+    for part, basis, near in zip(segment["parts"], (*bases, *[None] * 16), (*coarse, *[None] * 19), strict=False):
         piece, encoded = encoded[: part["length"]], encoded[part["length"] :]
-        raw.append(decode_part({**part, "basis": basis, "start": header["start"]}, piece))
+        raw.append(decode_part({**part, "basis": basis, "coarse": near, "start": header["start"]}, piece))
     keyed = blake3(b"".join(raw), key=derive("kvcdn v1 raw digest", material)).hexdigest()
     require(keyed == segment["raw_digest"], "raw digest")
     return raw
@@ -717,6 +757,9 @@ class Question:
     trusted: set[str]
     precision: str = "native"
     basis: bytes = b""
+    coarse: bytes = b""
+    """4.7: the block that is refined."""
+    coarse_name: Name | None = None
 
 
 def asked_parts(layer: dict[str, Any], tokens: int, *, checkpoint: bool) -> list[Any]:
@@ -753,9 +796,17 @@ def read_block(data: bytes, question: Question) -> tuple[dict[str, Any], list[li
         named = {"bytes": len(question.basis), "digest": blake3(question.basis).hexdigest()}
         require(header["basis"] == named, "name of the basis")
         bases = list(read_basis(question.basis, layout))
+    near: list[list[bytes]] = [[] for _ in layout["layers"]]
+    if "coarse" in header and question.coarse_name is not None:
+        precision = question.precision.removesuffix("+")
+        asked_for = replace(question, name=question.coarse_name, precision=precision, coarse=b"", coarse_name=None)
+        _, near = read_block(question.coarse, asked_for)
+        length = 76 + int.from_bytes(question.coarse[8:12], "little")
+        require(header["coarse"] == blake3(question.coarse[:length]).hexdigest(), "the block that is refined")
     for index, segment in enumerate(header["segments"]):
         start = envelope.size + segment["offset"]
-        layers.append(read_segment(header, name, index, data[start : start + segment["length"]], bases[index]))
+        stored = data[start : start + segment["length"]]
+        layers.append(read_segment(header, name, index, stored, bases[index], near[index]))
     return header, layers
 
 
@@ -936,12 +987,14 @@ def test_reads_what_the_package_writes() -> None:
 
 @pytest.mark.parametrize("case", cases("codecs.json", "parts"))
 def test_golden_parts(case: Any) -> None:
-    """Each recorded part of a lossy codec decodes to the recorded bits."""
+    """Each recorded part of a codec that knows numbers decodes to the recorded bits."""
     part = {"codec": case["codec"], "dtype": case["dtype"], "shape": case["shape"]}
     if "basis" in case:
         layer, tensor = case["tensor"]
         basis = read_basis(base64.b64decode(case["basis"]), case["layout"])[layer][tensor]
         part |= {"start": case["start"], "basis": basis}
+    if "coarse" in case:
+        part["coarse"] = base64.b64decode(case["coarse"])
     assert case["decoded_blake3"] == blake3(decode_part(part, base64.b64decode(case["encoded"]))).hexdigest()
 
 
@@ -964,6 +1017,34 @@ def test_reads_lossy_documents(precision: str) -> None:
     assert ("quant" if precision in GRIDS else "tc") in codecs
 
 
+@pytest.mark.parametrize("precision", ["int4", "tc-low"])
+def test_reads_refinements(precision: str) -> None:
+    """With their coarse blocks they decode to the exact KV, with other ones to nothing."""
+    from support.blocks import make_basis, make_lossy_document, make_refinement
+
+    coarse = make_lossy_document(precision)
+    document = make_refinement(coarse)
+    trusted = {document.key.public.hex(), coarse.key.public.hex()}
+    manifest = read_manifest(document.manifest_bytes, trusted)
+    fingerprint, layout = bytes.fromhex(manifest["fingerprint"]), manifest["layout"]
+    found, _ = names(fingerprint, layout, namespace_key(None), document.token_ids, f"{precision}+")
+    below, _ = names(fingerprint, layout, namespace_key(None), document.token_ids, precision)
+    basis = make_basis(document.model.layout).body
+    codecs = set()
+    pairs = zip(found, below, document.blocks.items(), coarse.blocks.values(), strict=True)
+    for name, coarse_name, (key, data), near in pairs:
+        question = Question(fingerprint, layout, name, trusted, f"{precision}+", basis, near, coarse_name)
+        header, layers = read_block(data, question)
+        assert document.raw[key] == layers
+        codecs |= {part["codec"] for segment in header["segments"] for part in segment["parts"]}
+        with pytest.raises(RefusedError):
+            read_block(data, replace(question, coarse=near[:-1]))
+        other = replace(question, coarse_name=replace(coarse_name, start=coarse_name.start + 1))
+        with pytest.raises(RefusedError):
+            read_block(data, other)
+    assert "rest" in codecs
+
+
 def test_refuses_hostile_payloads() -> None:
     """What the package's decoders refuse, this reader refuses as well."""
     from attacks.payloads import BASIS, COMPONENT_ROWS, LAYOUT, payloads
@@ -971,6 +1052,7 @@ def test_refuses_hostile_payloads() -> None:
     accepted = []
     basis = read_basis(BASIS.body, LAYOUT.to_json())[0][0]
     rows = {"dtype": COMPONENT_ROWS.dtype, "shape": list(COMPONENT_ROWS.shape), "start": COMPONENT_ROWS.start, "basis": basis}
+    rows["coarse"] = COMPONENT_ROWS.coarse
     for payload in payloads():
         try:
             decode_part({"codec": payload.codec, **rows}, payload.data)

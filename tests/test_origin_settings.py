@@ -90,7 +90,7 @@ def test_sample_shows_defaults_that_are_true(service: str, tmp_path: Path) -> No
     defaults = {name: model.model_fields[name].get_default(call_default_factory=True) for name in shown}
     nothing = (None, (), {}, edge_settings.TenantLimits())  # then the line shows a form to follow
     assert {} == {name: value for name, value in shown.items() if defaults[name] not in (*nothing, value)}
-    shown_here = {"adapters", "device", "label", "precision"}
+    shown_here = {"adapters", "device", "label", "precision", "progressive"}
     assert service != "publisher" or shown_here == {name for name in defaults if defaults[name] is not None}
 
 
@@ -173,6 +173,7 @@ def test_environment_alone_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
         "label": "l",
         "days": "30",
         "precision": "int8",
+        "progressive": "true",
         "min_quality": "0.002",
     }
     assert set(given) == set(PublisherSettings.model_fields)
@@ -186,6 +187,7 @@ def test_environment_alone_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
         "trust_file": Path("/t"),
         "days": 30,
         "min_quality": 0.002,
+        "progressive": True,
     }
     assert {**given, **typed} == settings.model_dump()
     monkeypatch.setenv("KVCDN_PUBLISHER_DAYS", "")

@@ -53,6 +53,10 @@ def ask(
     ] = None,
     usage: UsageFile = None,
     *,
+    progressive: Annotated[
+        bool,
+        typer.Option("--progressive", help="Begin on a lossy cache that is there sooner; bring the exact one here afterwards."),
+    ] = False,
     local: Local = True,
     chat: Chat = False,
     as_json: AsJson = False,
@@ -70,7 +74,7 @@ def ask(
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
 
     options: dict[str, Any] = {"trust": trusted, "namespace": namespace, "precision": precision, "max_kl": max_kl}
-    options |= {"mode": mode.value, "deadline": deadline}
+    options |= {"mode": mode.value, "deadline": deadline, "progressive": progressive}
     if usage is not None:
         options["usage"] = usage
     if not local:
@@ -78,8 +82,13 @@ def ask(
     with Client.load(model, source, device=device, adapters=adapter or (), **options) as client:
         prompt = client.question(content, question, tools=tools)
         answer = client.generate(prompt, max_new_tokens=max_tokens, do_sample=False)
+        if client.refiner is not None:
+            if not as_json:
+                print_text(answer.text.strip())
+            client.refiner.wait()
     if as_json:
         print_json({"answer": answer.text, "token_ids": list(answer.token_ids), "report": answer.report.to_json()})
     else:
-        print_text(answer.text.strip())
+        if not progressive:
+            print_text(answer.text.strip())
         note(f"[{answer.report}]")

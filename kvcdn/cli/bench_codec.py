@@ -23,7 +23,7 @@ from kvcdn.cli.rig import document_text
 from kvcdn.codec import Buffer, Encoded
 from kvcdn.codecs.compiled import wait_until_compiled
 from kvcdn.errors import UsageError
-from kvcdn.keys import PRECISION_NATIVE, PRECISIONS, TRANSFORMED, BlockName, Namespace, PrefixNames
+from kvcdn.keys import LOSSY, PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames
 from kvcdn.model.load import LoadedModel, load_model
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
 from kvcdn.model.quality import CONTINUATION_TOKENS, Judge, Kv
@@ -85,7 +85,7 @@ def measure_codecs(
         )
         subject = _Subject(name, loaded, document, exact, behind, judge, Encoders(loaded, document, exact))
         yield from _simple_rows(subject)
-        for precision in PRECISIONS:
+        for precision in (PRECISION_NATIVE, *LOSSY):
             tell(f"{name}: {precision}")
             yield _row(subject, precision, runs)
 

@@ -61,6 +61,10 @@ def publish(
         float | None,
         typer.Option(min=0, help="Largest mean next-token KL in nats; where it is larger, a finer precision is published."),
     ] = None,
+    progressive: Annotated[
+        bool | None,
+        typer.Option("--progressive/--no-progressive", help="With a lossy precision: publish what makes it exact as well."),
+    ] = None,
     namespace: NamespaceName = None,
     label: Annotated[
         str | None, typer.Option(help="Public words to find the document by; else nothing of it is public.")
@@ -97,6 +101,8 @@ def publish(
     Where the same has been published already, nothing is done; an interrupted run is taken up where it ended.
     """
     if service is not None:
+        if progressive:
+            raise UsageError("a prefill service publishes nothing progressively", hint="leave --service or --progressive out")
         wished = {"model": model, "precision": precision, "min_quality": min_quality, "namespace": namespace, "label": label}
         wished |= {"ttl": days and days * _SECONDS_PER_DAY, "priority": priority, "window": window}
         _submit(source, service, token, wished, chat=chat, wait=wait, as_json=as_json)
@@ -107,7 +113,7 @@ def publish(
     from kvcdn.origin.usage import OriginUsage  # noqa: PLC0415
 
     options = {"model": model, "origin": origin, "endpoint": endpoint, "namespace": namespace, "label": label, "days": days}
-    quality = {"precision": precision, "min_quality": min_quality}
+    quality = {"precision": precision, "min_quality": min_quality, "progressive": progressive}
     files = {"adapters": adapter or None, "key_file": key, "trust_file": trust}
     settings = load_settings(config, {**options, **quality, **files, "device": device})
     sources = list_documents(source)
@@ -218,6 +224,7 @@ def _publishing(
             result = publisher.publish(
                 token_ids,
                 precision=settings.precision,
+                progressive=settings.progressive,
                 max_kl=settings.min_quality,
                 label=settings.label,
                 expires=expires,
@@ -296,6 +303,14 @@ def progress_bar(name: str, tokens: int) -> Iterator[Callable[[PublishProgress],
         yield show
 
 
+def _refinement_pairs(result: PublishResult) -> list[tuple[str, str]]:
+    rest = result.refinement
+    if rest is None:
+        return []
+    whole = size(result.stored_bytes + rest["stored_bytes"])
+    return [("refinement", f"{rest['precision']} {rest['address']}: {size(rest['stored_bytes'])} more, {whole} for exact KV")]
+
+
 def _print_result(name: str, result: PublishResult) -> None:
     if result.status == "exists":
         did = "published already, nothing to do"
@@ -311,5 +326,6 @@ def _print_result(name: str, result: PublishResult) -> None:
             ("tokens", f"{result.tokens:,} in {result.blocks} blocks, {result.blocks_uploaded} of them uploaded"),
             ("size", f"{size(result.raw_bytes)} raw, {size(result.stored_bytes)} stored (ratio {result.ratio:.3f})"),
             ("precision", result.precision if certificate is None else f"{result.precision}: {certificate}"),
+            *_refinement_pairs(result),
         ]
     )

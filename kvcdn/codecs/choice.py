@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.basis import BasisName
-from kvcdn.codec import Buffer, Encoded, Rows
+from kvcdn.codec import Buffer, Encoded, Rows, encode_smallest
 from kvcdn.codecs.basis import Basis, TensorBasis
 from kvcdn.codecs.numbers import Floats, to_float32
 from kvcdn.codecs.quant import Grid, encode_grid
+from kvcdn.codecs.rest import encode_rest
 from kvcdn.codecs.transform import encode_transform
 from kvcdn.keys import EXACT_TOKENS, BlockName
 from kvcdn.layout import Layout, TensorSpec
@@ -104,6 +105,12 @@ class TransformEncoder:
         exponents = self.exponents[layer][tensor][name.start : name.end]
         lead = EXACT_TOKENS if name.start == 0 else 0
         return _smaller(raw, encode_transform(raw, rows, exponents, STEPS[self.precision], lead=lead))
+
+
+def encode_refinement(raw: Buffer, rows: Rows) -> Buffer | Encoded:
+    """What `rows.coarse` lacks of `raw`; as it is, for a lossless codec, where that is no larger."""
+    encoded = encode_rest(raw, rows)
+    return raw if encoded is None or len(encode_smallest(raw, rows)[1]) <= len(encoded.data) else encoded
 
 
 def _smaller(raw: Buffer, encoded: Encoded | None) -> Buffer | Encoded:

@@ -46,11 +46,11 @@ SmolLM2-135M that noise is 0.5 to 1.2 % for K and 1.4 to 3.5 % for V; all weight
 _LEAST_LIMIT = 1e-3
 """Relative; below it nothing is wrong in any dtype. TF32 multiplies float32 with ten bits, whatever the dtype says."""
 
-_CODED = {"native": 0.0, "int8": 0.05, "int4": 0.3, "tc-high": 1.1, "tc-medium": 1.1, "tc-low": 1.1}
-"""How far most tokens of a lossy precision may be off for its coding, relative, and each twice as far. Measured with tiny
-models 0.6 % for int8 and 9 % for int4; what is wrong by another text or layout is off by 100 % and more. The transform codec
-leaves out what is hardly read: of the worst tensor 31 %, 83 % and 95 % with SmolLM2-135M, 108 % with random weights. Two
-unrelated rows are 141 % apart."""
+_CODED = {"int8": 0.05, "int4": 0.3, "tc-high": 1.1, "tc-medium": 1.1, "tc-low": 1.1}
+"""How far most tokens of a lossy precision may be off for its coding, relative, and each twice as far; of others not at all.
+Measured with tiny models 0.6 % for int8 and 9 % for int4; what is wrong by another text or layout is off by 100 % and more.
+The transform codec leaves out what is hardly read: of the worst tensor 31 %, 83 % and 95 % with SmolLM2-135M, 108 % with random
+weights. Two unrelated rows are 141 % apart."""
 
 _LEAST_NORM = 0.1
 """Of a layer's mean norm: tokens with smaller values (attention sinks' V) are measured against this instead."""
@@ -111,7 +111,7 @@ def compare_span(
         return Comparison(identical=True, worst=0.0, excess="")
     differences = [_relative(computed, held) for _, computed, held in pairs]
     worst = max((float(torch.quantile(difference, _MOST)) for difference in differences), default=0.0)
-    least = max(_LEAST_LIMIT, torch.finfo(pairs[0][1].dtype).eps / 2, _CODED[precision])
+    least = max(_LEAST_LIMIT, torch.finfo(pairs[0][1].dtype).eps / 2, _CODED.get(precision, 0.0))
     if all(bool((difference <= least).all()) for difference in differences):
         return Comparison(identical=False, worst=worst, excess="")
     with _last_places_off(loaded):
@@ -122,7 +122,7 @@ def compare_span(
         noise = _relative(computed, other)
         for words, is_, should in (
             ("most tokens", torch.quantile(difference, _MOST), _MOST_TIMES * torch.quantile(noise, _MOST)),
-            ("one token", difference.max(), max(_EACH_TIMES * float(noise.max()), 2 * _CODED[precision])),
+            ("one token", difference.max(), max(_EACH_TIMES * float(noise.max()), 2 * _CODED.get(precision, 0.0))),
         ):
             limit = max(float(should), least)
             if not float(is_) <= limit:  # also where it is not a number

@@ -11,6 +11,7 @@ import numpy as np
 from kvcdn.codec import CODECS, PLAIN_CHUNK, Rows
 from kvcdn.codecs.exponents import encode_exponents
 from kvcdn.codecs.quant import Grid, encode_grid
+from kvcdn.codecs.rest import encode_rest
 from kvcdn.codecs.symbols import pack_symbols
 from kvcdn.codecs.transform import encode_transform
 from kvcdn.layout import Layout
@@ -26,7 +27,9 @@ LAYOUT = Layout.uniform_kv(1, 2, 16, "bfloat16")
 
 BASIS = make_basis(LAYOUT)
 
-COMPONENT_ROWS = Rows(ROWS.dtype, ROWS.shape, 100, BASIS.tensors[0][0])
+COARSE = ((VALUES * 1.01).astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
+
+COMPONENT_ROWS = Rows(ROWS.dtype, ROWS.shape, 100, BASIS.tensors[0][0], COARSE)
 
 EXPONENTS = np.random.default_rng(6).integers(-2, 3, 40, np.int16)
 
@@ -212,6 +215,31 @@ def exponent_payloads() -> Iterator[Payload]:
         yield Payload(f"exponents-{name}", "exponents", data, says)
 
 
+def rest_payloads() -> Iterator[Payload]:
+    """Hostile refinements (FORMAT.md 4.7)."""
+    encoded = encode_rest(RAW, COMPONENT_ROWS)
+    assert encoded is not None
+    sound = encoded.data
+    lengths, streams = list(struct.unpack_from("<12I", sound)), sound[48:]
+    symbols = "stream of"
+
+    def with_lengths(*changed: int) -> bytes:
+        return struct.pack("<12I", *changed) + streams
+
+    yield Payload("rest-empty", "rest", b"", "too few")
+    yield Payload("rest-lengths-cut", "rest", sound[:47], "too few")
+    yield Payload("rest-lengths-alone", "rest", sound[:48], "belong")
+    yield Payload("rest-cut", "rest", sound[:-1], "belong")
+    yield Payload("rest-trailing-byte", "rest", sound + b"\0", "belong")
+    yield Payload("rest-stream-of-4-GiB", "rest", with_field(sound, "<I", 0, 2**32 - 1), "belong")
+    yield Payload("rest-streams-swapped", "rest", with_lengths(lengths[1], lengths[0], *lengths[2:]), symbols)
+    yield Payload("rest-all-in-one-stream", "rest", with_lengths(len(streams), *[0] * 11), symbols)
+    yield Payload("rest-nothing-in-streams", "rest", struct.pack("<12I", *[0] * 12), symbols)
+    for mode in (0x01, 0x10, 0xFF):
+        data = sound[:50] + bytes([mode]) + sound[51:]
+        yield Payload(f"rest-stream-in-mode-{mode:02x}", "rest", data, "does not allow")
+
+
 def payloads() -> list[Payload]:
     """All of them."""
-    return [*grid_payloads(), *component_payloads(), *exponent_payloads()]
+    return [*grid_payloads(), *component_payloads(), *exponent_payloads(), *rest_payloads()]

@@ -9,12 +9,12 @@ import numpy as np
 
 from kvcdn.block import open_header, seal_block
 from kvcdn.certificate import Certificate
-from kvcdn.codec import Buffer, Encoded
+from kvcdn.codec import Buffer, Encoded, Rows
 from kvcdn.codecs.basis import Basis, TensorBasis
-from kvcdn.codecs.choice import GridEncoder, TensorEncoder, TransformEncoder
+from kvcdn.codecs.choice import GridEncoder, TensorEncoder, TransformEncoder, encode_refinement
 from kvcdn.codecs.rope import Rope
 from kvcdn.digest import Digest, hash_bytes
-from kvcdn.keys import TRANSFORMED, ModelIdentity, Namespace, PrefixNames, block_key, manifest_key
+from kvcdn.keys import TRANSFORMED, ModelIdentity, Namespace, PrefixNames, block_key, manifest_key, refinement_of
 from kvcdn.layout import Layout, TensorSpec
 from kvcdn.manifest import BlockEntry, Manifest
 from kvcdn.producer import Producer
@@ -128,6 +128,51 @@ def make_lossy_document(precision: str) -> Document:
     )
     address = manifest_key(model.tag, names.manifest_address)
     return Document(model, names, key, token_ids, address, manifest.seal(key), blocks, raw)
+
+
+def make_refinement(coarse: Document) -> Document:
+    """What makes a document of `make_lossy_document` exact: random KV near it."""
+    model = replace(coarse.model, precision=refinement_of(coarse.model.precision))
+    rng = np.random.default_rng(4)
+    names, key, producer = (
+        PrefixNames.of(model, Namespace.public(), coarse.token_ids),
+        SigningKey.generate(),
+        make_producer(model),
+    )
+    blocks, raw, entries = {}, {}, []
+    for name, near, decoded in zip(names.blocks, coarse.blocks.values(), coarse.raw.values(), strict=True):
+        tensors: list[list[Buffer | Encoded]] = []
+        exact = []
+        for layer, nears in zip(model.layout.layers, decoded, strict=True):
+            values = [(np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4") for data in nears]
+            moved = [array * rng.normal(1, 0.01, array.shape).astype("<f4") for array in values]
+            exact.append([(array.view("<u4") >> 16).astype("<u2").tobytes() for array in moved])
+            of_layer = zip(exact[-1], layer.tensors, nears, strict=True)
+            tensors.append(
+                [
+                    encode_refinement(data, Rows(one.dtype, one.shape(name.tokens), coarse=data_near))
+                    for data, one, data_near in of_layer
+                ]
+            )
+        data = b"".join(seal_block(model, name, producer, tensors, key, coarse=open_header(near, "block").etag))
+        object_key = block_key(model.tag, name.address)
+        blocks[object_key], raw[object_key] = data, exact
+        entries.append(BlockEntry(name.address, name.tokens, len(data), open_header(data, "block").etag))
+    manifest = Manifest(
+        address=names.manifest_address,
+        fingerprint=model.fingerprint,
+        model_name=model.name,
+        layout=model.layout,
+        precision=model.precision,
+        tokens=len(coarse.token_ids),
+        blocks=tuple(entries),
+        created=CREATED,
+        expires=None,
+        label="",
+        producer=producer,
+    )
+    address = manifest_key(model.tag, names.manifest_address)
+    return Document(model, names, key, coarse.token_ids, address, manifest.seal(key), blocks, raw)
 
 
 def make_document(
