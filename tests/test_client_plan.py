@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.cli import options
-from kvcdn.client.plan import PROBE_SECONDS, SAFE_SHARE, Aim, Mode, Prices, Progress, Work, decide, expect
+from kvcdn.client.plan import PROBE_SECONDS, SAFE_SHARE, WORTHLESS, Aim, Mode, Prices, Progress, Work, decide, expect
 from kvcdn.errors import UsageError
 
 BLOCKS = 8
@@ -50,13 +50,13 @@ def test_the_fastest_is_chosen(fetch_s, compute_s, mode):
 @settings(deadline=None)
 @given(st.floats(0.01, 1000), st.floats(0.01, 1000), st.floats(0.8, 1.0), st.integers(1, 40))
 def test_no_option_beats_the_chosen_one_by_much(fetch_s, compute_s, one_pass, blocks):
-    """Whatever the numbers, what is chosen takes at most 1.1 times the best, or a small part of a prefill."""
+    """Whatever the numbers, what is chosen takes little longer than the best, and at most 1.1 times fetching or prefilling alone."""
     found = decide(work(fetch_s, compute_s, one_pass=one_pass, blocks=blocks), Aim(), Progress())
     expected = found.expected
     assert expected.fetch == pytest.approx(fetch_s)
     best = min(expected.fetch, expected.compute, expected.both)
     chosen = expected.of(found.mode)
-    assert chosen <= 1.1 * best or chosen <= SAFE_SHARE * expected.compute
+    assert chosen <= best / WORTHLESS * (1 + 1e-9) or chosen <= SAFE_SHARE * expected.compute
     assert chosen <= 1.1 * min(expected.fetch, expected.compute)
 
 
