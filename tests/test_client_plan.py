@@ -50,7 +50,7 @@ def test_the_fastest_is_chosen(fetch_s, compute_s, mode):
 @settings(deadline=None)
 @given(st.floats(0.01, 1000), st.floats(0.01, 1000), st.floats(0.8, 1.0), st.integers(1, 40))
 def test_no_option_beats_the_chosen_one_by_much(fetch_s, compute_s, one_pass, blocks):
-    """Whatever the numbers, what is chosen takes little longer than the best, and at most 1.1 times fetching or prefilling alone."""
+    """What is chosen takes little longer than the best, and at most 1.1 times fetching or prefilling alone."""
     found = decide(work(fetch_s, compute_s, one_pass=one_pass, blocks=blocks), Aim(), Progress())
     expected = found.expected
     assert expected.fetch == pytest.approx(fetch_s)
