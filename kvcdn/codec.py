@@ -138,6 +138,9 @@ def _blosc2() -> Any:
 def load_codecs() -> None:
     """Loads what every block needs to be decoded: a tenth of a second that the first prompt would wait for."""
     _blosc2()
+    from kvcdn.codecs.exponents import prepare  # noqa: PLC0415 - an edge never decodes
+
+    prepare()
 
 
 def _check_chunk(encoded: Buffer, typesize: int, raw_size: int, filters: list[int], what: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import math
 import random
 import statistics
 import tempfile
@@ -83,14 +84,16 @@ def measure_crossover(
             rows.append(_row(rig, mbit, runs, wire, latency_s=latency_s, fetch_limit_s=fetch_limit_s, tell=tell))
             tell(_in_words(rows[-1]))
         prefill = statistics.median(row["prefill_s"] for row in rows)
+        meeting = wire * 8 / 1e6 / prefill
+        nearest = min(rows, key=lambda row: abs(math.log(row["mbit"] / meeting)))
         result: dict[str, Any] = {
             "tokens": rig.published.tokens,
             "blocks": rig.published.blocks,
             "wire_bytes": wire,
-            "crossover_mbit": round(wire * 8 / 1e6 / prefill, 3),
+            "crossover_mbit": round(meeting, 3),
             "rows": rows,
             "worst_over_best": max(row["auto_over_best"] for row in rows),
-            "best_at_crossover": min(row["auto_over_best"] for row in rows),
+            "best_at_crossover": nearest["auto_over_best"],
             "runs": runs,
             "latency_s": latency_s,
         }

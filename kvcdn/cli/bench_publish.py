@@ -13,6 +13,8 @@ from typing import Any
 from kvcdn.cli.bench_ttft import status_bytes
 from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.rig import document_text
+from kvcdn.codec import load_codecs
+from kvcdn.codecs.compiled import wait_until_compiled
 from kvcdn.errors import UsageError
 from kvcdn.keys import NAMESPACE_SECRET_MIN_BYTES, Namespace
 from kvcdn.model.load import LoadedModel, load_model
@@ -35,7 +37,8 @@ KV_SHARE = 1.5
 def measure_publish(model: str, document: Path | None, tokens: int, runs: int, device: str, tell: Tell) -> dict[str, Any]:
     """Tokens a second of both, medians of `runs` in which they take turns at being first, and their ratio.
 
-    `memory_bytes` is by how much the resident memory rose above what it was with the model loaded, in the first publishing run;
+    `memory_bytes` is by how much the resident memory rose above what it was with the model and the codecs loaded, in the
+    first publishing run;
     `shared_ratio` what a document costs whose first 2,048 tokens are published, beside the passes over its rest; None where the
     text is too short. Raises UsageError for a document that is too short.
     """
@@ -126,6 +129,8 @@ class _Publishing:
 
     def memory(self, token_ids: tuple[int, ...]) -> int | None:
         """By how much a run raises the resident memory at most; None where the system does not tell."""
+        load_codecs()
+        wait_until_compiled()
         try:
             before = status_bytes("VmRSS")
             Path("/proc/self/clear_refs").write_text("5", "ascii")

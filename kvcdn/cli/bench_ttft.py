@@ -18,6 +18,7 @@ from kvcdn.cli.options import quiet_libraries
 from kvcdn.cli.rig import QUESTION, Rig, running_rig
 from kvcdn.cli.stock import floor_answer, stock_answer
 from kvcdn.client import Client
+from kvcdn.codecs.compiled import wait_until_compiled
 from kvcdn.errors import KvcdnError
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill
@@ -199,6 +200,7 @@ def _peak_in_this_process(model: str, url: str, publishers: tuple[PublicKey, ...
         # Everything but the fetch happens once before, so that only the fetch is counted.
         prompt = client.question(document, QUESTION)
         client.generate(Prompt(prompt.token_ids[:8]), max_new_tokens=1, do_sample=False)
+        wait_until_compiled()
         try:
             Path("/proc/self/clear_refs").write_text("5", "ascii")
             before = status_bytes("VmRSS")

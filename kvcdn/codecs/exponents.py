@@ -188,6 +188,12 @@ def _join(packed: Bytes, bases: Bytes, kept: Bytes, out: Bits) -> None:
 _JOIN = Loop(_join, (Array("uint8", 2), Array("uint8"), Array("uint8", 2), Array("uint16", 2, written=True)))
 
 
+def prepare() -> None:
+    """Asks for the loops that coding needs, in the background."""
+    for loop in (_JOIN, _SURVEY, _TAKE_APART):
+        loop.native()
+
+
 def _join_by_numpy(packed: Bytes, bases: Bytes, kept: Bytes, out: Bits) -> None:
     count, width = kept.shape
     stride = max(_PIECE_VALUES // width // 2 * 2, 2)
