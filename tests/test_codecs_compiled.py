@@ -150,7 +150,6 @@ def test_a_changed_function_is_another() -> None:
     assert names[0] != names[1]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
 def test_a_child_of_a_compiling_process_does_without() -> None:
     """It waits for nobody, keeps what is ready, and the parent goes on."""
     ready, begun = doubling(), doubling()

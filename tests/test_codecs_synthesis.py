@@ -27,12 +27,8 @@ from kvcdn.layout import DTYPE_BYTES
 
 def compiled(dtype: str) -> None:
     """Waits until the loops are machine code; skips where the processor has no instructions for them."""
-    from numba.core.registry import cpu_target
-
-    try:
-        _vectors(cpu_target.target_context.codegen().magic_tuple()[2])
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    if "avx2" not in Path("/proc/cpuinfo").read_text("ascii", "replace"):
+        pytest.skip("the loop is made for processors with AVX2 alone; on this one numpy does the work, which other tests hold")
     for loop in (synthesis.MEASURE, synthesis.RESTORE[dtype]):
         if loop.native() is None:
             wait_until_compiled()
