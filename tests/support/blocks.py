@@ -88,6 +88,30 @@ def make_basis(layout: Layout, seed: int = 0) -> Basis:
     return Basis.build(layout, [[tensor(spec, next(numbered)) for spec in layer.tensors] for layer in layout.layers])
 
 
+def _manifest(
+    model: ModelIdentity,
+    names: PrefixNames,
+    tokens: int,
+    entries: list[BlockEntry],
+    producer: Producer,
+    certificate: Certificate | None = None,
+) -> Manifest:
+    return Manifest(
+        address=names.manifest_address,
+        fingerprint=model.fingerprint,
+        model_name=model.name,
+        layout=model.layout,
+        precision=model.precision,
+        tokens=tokens,
+        blocks=tuple(entries),
+        created=CREATED,
+        expires=None,
+        label="",
+        producer=producer,
+        certificate=certificate,
+    )
+
+
 def make_lossy_document(precision: str) -> Document:
     """A document of two blocks of smooth random KV in a lossy precision; those that need a basis have that of `make_basis`."""
     model = replace(make_model(layers=2, heads=2, dim=32), precision=precision)
@@ -112,20 +136,7 @@ def make_lossy_document(precision: str) -> Document:
             [bytes(part.decoded) if isinstance(part, Encoded) else bytes(part) for part in each] for each in tensors
         ]
         entries.append(BlockEntry(name.address, name.tokens, len(data), open_header(data, "block").etag))
-    manifest = Manifest(
-        address=names.manifest_address,
-        fingerprint=model.fingerprint,
-        model_name=model.name,
-        layout=model.layout,
-        precision=precision,
-        tokens=len(token_ids),
-        blocks=tuple(entries),
-        created=CREATED,
-        expires=None,
-        label="",
-        producer=producer,
-        certificate=CERTIFICATE,
-    )
+    manifest = _manifest(model, names, len(token_ids), entries, producer, CERTIFICATE)
     address = manifest_key(model.tag, names.manifest_address)
     return Document(model, names, key, token_ids, address, manifest.seal(key), blocks, raw)
 
@@ -158,19 +169,7 @@ def make_refinement(coarse: Document) -> Document:
         object_key = block_key(model.tag, name.address)
         blocks[object_key], raw[object_key] = data, exact
         entries.append(BlockEntry(name.address, name.tokens, len(data), open_header(data, "block").etag))
-    manifest = Manifest(
-        address=names.manifest_address,
-        fingerprint=model.fingerprint,
-        model_name=model.name,
-        layout=model.layout,
-        precision=model.precision,
-        tokens=len(coarse.token_ids),
-        blocks=tuple(entries),
-        created=CREATED,
-        expires=None,
-        label="",
-        producer=producer,
-    )
+    manifest = _manifest(model, names, len(coarse.token_ids), entries, producer)
     address = manifest_key(model.tag, names.manifest_address)
     return Document(model, names, key, coarse.token_ids, address, manifest.seal(key), blocks, raw)
 
@@ -203,19 +202,7 @@ def make_document(
         object_key = block_key(model.tag, name.address)
         blocks[object_key], raw[object_key] = data, tensors
         entries.append(BlockEntry(name.address, name.tokens, len(data), open_header(data, "block").etag))
-    manifest = Manifest(
-        address=names.manifest_address,
-        fingerprint=model.fingerprint,
-        model_name=model.name,
-        layout=model.layout,
-        precision=model.precision,
-        tokens=tokens,
-        blocks=tuple(entries),
-        created=CREATED,
-        expires=None,
-        label="",
-        producer=producer,
-    )
+    manifest = _manifest(model, names, len(token_ids), entries, producer)
     return Document(
         model, names, key, token_ids, manifest_key(model.tag, names.manifest_address), manifest.seal(key), blocks, raw
     )
