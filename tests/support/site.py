@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvcdn.edge.launch import RunningEdge
 from kvcdn.rendezvous import Contender
-from support.edge_process import object_files, running_edge
+from support.edge_process import object_files, running_edge, settle
 
 
 def free_urls(count: int) -> list[str]:
@@ -45,6 +45,8 @@ def order(urls: list[str], key: str) -> list[str]:
     return sorted(urls, key=lambda url: Contender(url).weight(key), reverse=True)
 
 
-def copies(folder: Path) -> Counter[str]:
-    """How many edges of a site keep each object, by its address."""
-    return Counter(path.name[:64] for cache in folder.iterdir() for path in object_files(cache))
+def copies(site: Mapping[str, RunningEdge], folder: Path) -> Counter[str]:
+    """How many edges of a site in `folder` keep each object, by its address, once no edge fills any more."""
+    for edge in site.values():
+        settle(edge.url)
+    return Counter(path.name[:64] for url in site for path in object_files(cache_of(folder, url)))
