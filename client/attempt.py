@@ -215,8 +215,9 @@ class Attempt:
         report, first = self.report, min(self.prompt.boundaries, default=1)
         offered = self._loaded.identity.layout.document_end(first)
         if report.reason is None and self._published.tokens < offered:
-            report.reason = MissReason.NOT_PUBLISHED
-            report.detail = (
+            cut = self._session.cut_short
+            report.reason = MissReason.ORIGIN_UNAVAILABLE if cut else MissReason.NOT_PUBLISHED
+            report.detail = cut or (
                 f"only the first {self._published.tokens:,} tokens are published at {self._supply.source.url} for this model"
                 if self._published.tokens
                 else f"no prefix of this prompt is published at {self._supply.source.url} for this model and namespace"

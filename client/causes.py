@@ -59,6 +59,7 @@ class Cause(enum.StrEnum):
     MISMATCH = "mismatch"
     QUALITY = "quality"
     UNAVAILABLE = "unavailable"
+    ORIGIN_UNAVAILABLE = "origin-unavailable"
     PLANNED = "planned"
     UNSUPPORTED_MODEL = "unsupported-model"
     REFUSED = "refused"
@@ -99,6 +100,7 @@ ADVICE: Mapping[Cause, str] = {
     Cause.CORRUPT: "do not use it; kvcdn fsck finds and removes what is damaged at an origin",
     Cause.MISMATCH: "do not use it: kvcdn verify --audit says which block is wrong, kvcdn trust ls who is refused",
     Cause.UNAVAILABLE: "is it running, is its address right, is the token valid?",
+    Cause.ORIGIN_UNAVAILABLE: "is the edge's origin up, and its address in the edge's settings right?",
     Cause.QUALITY: "accept a larger --max-kl, or another precision",
     Cause.PLANNED: "nothing is wrong: on this link, prefilling here was expected to be sooner than fetching",
     Cause.UNSUPPORTED_MODEL: "this kind of model cannot be published by this version",

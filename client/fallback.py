@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from kvcdn.client.link import LinkEstimate
@@ -49,11 +50,22 @@ class _FallbackSession:
 
     def __init__(self, url: str, edges: Session, origin: Session) -> None:
         self._edges, self._origin = edges, origin
-        self._failed = False
+        self._failed = self._asked = False
         self.url = url
 
     def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
-        return self._first(lambda source: source.match(tag, addresses))
+        matched = self._first(lambda source: source.match(tag, addresses))
+        if self._failed or not self._edges.cut_short:
+            return matched
+        # The edges cannot ask the origin. It may be for us that it is there.
+        with suppress(UnavailableError):
+            matched = max(matched, self._origin.match(tag, addresses))
+            self._asked = True
+        return matched
+
+    @property
+    def cut_short(self) -> str:
+        return "" if self._failed or self._asked else self._edges.cut_short
 
     def read(self, key: str, limit: int) -> bytes:
         return self._first(lambda source: source.read(key, limit))

@@ -25,6 +25,7 @@ class MissReason(enum.StrEnum):
 
     NOT_PUBLISHED = "not-published"
     UNAVAILABLE = "unavailable"
+    ORIGIN_UNAVAILABLE = "origin-unavailable"
     CORRUPT = "corrupt"
     UNTRUSTED = "untrusted"
     REVOKED = "revoked"

@@ -71,6 +71,10 @@ class Session(Source, Protocol):
     def hurry(self, failing_s: float) -> None:
         """From now on requests that have failed for so long are tried again only where another source is left."""
 
+    @property
+    def cut_short(self) -> str:
+        """Why a match may have said less than is published; empty where none has."""
+
     def abort(self) -> None:
         """From any thread: whatever waits for this prompt, and every later call, raises UnavailableError at once."""
 

@@ -69,6 +69,7 @@ class _StoreSession:
 
     def __init__(self, store: BlobStore, meter: LinkMeter, patience: Patience) -> None:
         self._store, self._meter, self._patience = store, meter, patience
+        self.cut_short = ""  # a store knows what it has
 
     @property
     def url(self) -> str:

@@ -37,6 +37,8 @@ MATCH_ADDRESSES = 4096
 
 MATCH_REPLY_BYTES = 1 << 20
 
+_ORIGIN_UNAVAILABLE = "detail=origin-unavailable"
+
 _Found = TypeVar("_Found")
 
 
@@ -90,6 +92,7 @@ class _EdgeSession:
     def __init__(self, group: EdgeGroup, patience: Patience) -> None:
         self._group, self._patience = group, patience
         self.url = group.url
+        self.cut_short = ""
 
     def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
         matched = 0
@@ -109,7 +112,10 @@ class _EdgeSession:
                 return None
             if exchange.status != 200:  # noqa: PLR2004 - HTTP's own number
                 raise unexpected(exchange, "match")
-            return _count(exchange.read_all(MATCH_REPLY_BYTES), len(addresses), exchange.pool.url)
+            count = _count(exchange.read_all(MATCH_REPLY_BYTES), len(addresses), exchange.pool.url)
+            if count < len(addresses) and is_cut(exchange.header("Cache-Status")):
+                self.cut_short = f"{exchange.pool.url} cannot reach its origin, and does not know what follows"
+            return count
 
         # The last address stands for the chain: all clients with this prefix ask the same edge, which then knows it.
         found = self._ask("POST", "/v1/match", str(addresses[-1]) if addresses else "", matched, body)
@@ -183,6 +189,11 @@ class _EdgeSession:
 
     def close(self) -> None:
         """Nothing is held between reads."""
+
+
+def is_cut(cache_status: str) -> bool:
+    """Whether an edge, or one behind it, says in its Cache-Status (RFC 9211) that it could not ask its origin for the rest."""
+    return any(_ORIGIN_UNAVAILABLE in (part.strip() for part in cache.split(";")[1:]) for cache in cache_status.split(","))
 
 
 def _count(reply: bytes, most: int, url: str) -> int:

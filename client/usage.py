@@ -30,6 +30,7 @@ TENANT_VARIABLE = "KVCDN_USAGE_TENANT"
 _LOSSES: Mapping[MissReason, Loss] = {
     MissReason.NOT_PUBLISHED: Loss.NOT_PUBLISHED,
     MissReason.UNAVAILABLE: Loss.UNAVAILABLE,
+    MissReason.ORIGIN_UNAVAILABLE: Loss.UNAVAILABLE,
     MissReason.CORRUPT: Loss.REFUSED,
     MissReason.UNTRUSTED: Loss.REFUSED,
     MissReason.REVOKED: Loss.REFUSED,

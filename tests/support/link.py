@@ -105,6 +105,7 @@ class SlowSession:
         self._link = link
         self._readers: list[_Reader] = []
         self.url, self.match, self.read, self.link = link.url, link.match, link.read, link.link
+        self.cut_short = ""
 
     def open(self, key: str, *, ranged: bool) -> ObjectReader:
         reader = self._link.open(key, ranged=ranged)
