@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from threading import Event
 
 from kvcdn.edge.inspection import ObjectHead, inspect_head, read_head
-from kvcdn.edge.origins import Origin, close_pieces, graver
+from kvcdn.edge.origins import Giver, Origin, close_pieces, graver
 from kvcdn.edge.staging import Staging
 from kvcdn.edge.target import ObjectName
 from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, NotFoundError, UnavailableError
@@ -55,6 +55,7 @@ class Arrival:
         self.resumes = 0
         """How often the object was taken up again so far."""
         self._damaged: Counter[Origin] = Counter()
+        self._given: Counter[Giver] = Counter()
 
     @classmethod
     def begin(
@@ -107,6 +108,10 @@ class Arrival:
         finally:
             self.abandon()
 
+    def given(self) -> Counter[Giver]:
+        """Bytes that are proven, by who gave them."""
+        return self._given + Counter({self.origin.giver: self.head.body.verified - self._given.total()})
+
     def abandon(self) -> None:
         """Lets go of the origin."""
         close_pieces(self._pieces)
@@ -128,6 +133,7 @@ class Arrival:
                     time.sleep(RESUME_PAUSE_SECONDS * 2**self.resumes * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
                 with contextlib.suppress(KvcdnError):
                     self._pieces = origin.stream(self._name.key, self.head.body.verified)
+                    self._given = self.given()
                     self.origin = origin
                     self.head.body.restart()
                     return self.head.body.verified

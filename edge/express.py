@@ -18,6 +18,7 @@ from kvcdn.digest import ModelTag
 from kvcdn.edge.access import Answered, record
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.front import Delivery
+from kvcdn.edge.hops import from_edge
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.outcome import CacheOutcome, cache_status
 from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
@@ -61,13 +62,14 @@ class _Fields(NamedTuple):
     """What of a request's header fields says something."""
 
     authorization: str | None
+    via: str | None
     request_id: str | None
     traceparent: str | None
     tracestate: str | None
     range: str | None
 
 
-_NAMES = ("authorization", "x-request-id", "traceparent", "tracestate", "range")
+_NAMES = ("authorization", "via", "x-request-id", "traceparent", "tracestate", "range")
 """Of these fields, in the same order."""
 
 
@@ -120,7 +122,9 @@ class Express:
         part = select_range((fields.range,), size) if fields.range is not None and method == b"GET" else RangeOutcome.WHOLE
         span = part if isinstance(part, ByteRange) else None
         large = method == b"GET" and (size if span is None else span.length) > SMALL_BYTES
-        if part is RangeOutcome.UNSATISFIABLE or (large and not files) or (span is not None and self._usage is not None):
+        if part is RangeOutcome.UNSATISFIABLE or (large and not files):
+            return None
+        if self._usage is not None and (span is not None or from_edge((fields.via or "",))):
             return None
         grant = self._admitted(key, fields)
         return None if grant is None else self._find(_Request(method.decode("ascii"), key, fields, span, grant, began))
@@ -174,7 +178,7 @@ class Express:
         with following(trail):
             record(self._metrics, self._traffic, Answered(note, request.method, request.grant.tenant, status, sent, seconds))
         if self._usage is not None:
-            # What ties a request to a prompt, or to a peer, is a field that is not for us.
+            # What ties a request to a prompt, to a peer or to a tier is not for us.
             self._usage.sent_whole(request.key, note, request.grant.tenant, sent)
 
     def _head(self, entry: Entry, span: ByteRange | None, request_id: str) -> bytes:
@@ -208,7 +212,7 @@ class Express:
         if "host" not in seen or seen.get("connection", "keep-alive").lower() != "keep-alive":
             raise ValueError("not the usual connection")
         found = _Fields(*map(seen.get, _NAMES))
-        if not any(found[1:]):
+        if not any(found[2:]):
             if len(self._fields) >= FIELDS_REMEMBERED:
                 self._fields.clear()
             self._fields[fields] = found

@@ -222,6 +222,7 @@ class Fetcher:
         fill = self._fills[name.key] = Fill(name, WAIT_SECONDS + FILL_SECONDS)
         fill.direct = direct
         fill.evicted = self._cache.has_evicted(name.key)
+        fill.giver = self.origins.each[0].giver
         self._alive.add(fill)
         # The fill outlives the request that began it.
         task = asyncio.create_task(self._run(fill), name=f"fill {name}")
@@ -292,7 +293,7 @@ class Fetcher:
     async def _receive(self, fill: Fill, limit: asyncio.Timeout) -> None:
         arrival = await in_thread(Arrival.begin, self._sources(fill), fill.name, self._revoked.trust, self._count)
         fill.publisher, fill.tokens = arrival.head.publisher, arrival.head.tokens
-        fill.from_peer = not arrival.origin.authority
+        fill.giver = arrival.origin.giver
         limit.reschedule(asyncio.get_running_loop().time() + arrival.deadline - time.monotonic() + HANG_SECONDS)
         try:
             # Whoever had to ask the origin keeps what it got, as no peer gave it.
@@ -317,7 +318,7 @@ class Fetcher:
             # A thread that hangs keeps its room until it ends: what it may still write is counted.
             kept = await asyncio.shield(landing)
         finally:
-            fill.resumes = arrival.resumes
+            fill.resumes, fill.given = arrival.resumes, arrival.given()
             self._metrics.resumes.inc(arrival.resumes)
         (self._metrics.origin_bytes if arrival.origin.authority else self._metrics.peer_bytes).inc(fill.size)
         self._metrics.fills.labels("stored" if kept and lodging.stored else "passed").inc()

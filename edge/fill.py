@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 from kvcdn.edge.fill_lock import FillLock, FillState
+from kvcdn.edge.origins import Giver
 from kvcdn.edge.outcome import PASSING_TROUBLES, BrokenFillError, Reason, Refusal
 from kvcdn.edge.staging import Spool
 from kvcdn.edge.target import ObjectName
@@ -43,8 +45,10 @@ class Fill:
         self.evicted = False
         """Whether the object had been here before, and had to leave."""
         self.resumes = 0
-        self.from_peer = False
-        """Whether a peer gives it, and no origin."""
+        self.giver = Giver.ORIGIN
+        """Who gives its beginning, as far as is known."""
+        self.given: Mapping[Giver, int] = {}
+        """Proven bytes by who gave them, once it has ended."""
         self.publisher: PublicKey | None = None
         """Who signed the object, once its envelope is here."""
         self.refusal: Refusal | None = None

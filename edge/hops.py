@@ -19,6 +19,11 @@ MAX_HOPS = 8
 _HOP = re.compile(r"1\.1 (kvcdn-[0-9a-f]{16})(?![0-9a-z])")
 
 
+def from_edge(via: Sequence[str]) -> bool:
+    """Whether a request with such Via fields says that an edge asks."""
+    return any(_HOP.search(field) for field in via)
+
+
 class Hops:
     """This edge among others."""
 

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from threading import Lock
 from typing import TypeVar
 
@@ -19,11 +20,22 @@ from kvcdn.edge.latency import Latency
 from kvcdn.edge.tracing import Span, SpanKind, Tracing, begin
 from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, RevokedError, UnavailableError
 from kvcdn.store import BlobInfo, BlobStore
+from kvcdn.stores.http import HttpStore
 from kvcdn.stores.span import begun
 
 T = TypeVar("T")
 
 log = logging.getLogger("kvcdn.edge.origins")
+
+
+class Giver(StrEnum):
+    """Who gives an object. The values begin the names of what is counted (FORMAT.md section 14)."""
+
+    ORIGIN = "origin"
+    TIER = "tier"
+    """An edge that is this one's origin."""
+    PEER = "peer"
+    """An edge of the same site."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,13 @@ class Origin:
     @property
     def url(self) -> str:
         return self._store.url
+
+    @property
+    def giver(self) -> Giver:
+        """Who it is, as far as its answers have told."""
+        if not self.authority:
+            return Giver.PEER
+        return Giver.TIER if isinstance(self._store, HttpStore) and self._store.is_edge else Giver.ORIGIN
 
     @property
     def down(self) -> bool:

@@ -14,6 +14,7 @@ from kvcdn.accounting.ledger import Ledger
 from kvcdn.accounting.recorder import Recorder
 from kvcdn.edge.admission import TENANT
 from kvcdn.edge.guard import PEER
+from kvcdn.edge.hops import from_edge
 from kvcdn.edge.outcome import CacheOutcome, Refusal
 from kvcdn.edge.peers import PEER_HEADER
 from kvcdn.edge.target import Kind, ObjectName
@@ -79,7 +80,11 @@ class EdgeUsage:
         # A block counts with the answer that sends its first byte: readers begin there, and take up elsewhere.
         whole = response.status == 200 or bool(_FIRST.match(response.headers.get("Content-Range", "")))  # noqa: PLR2004 - HTTP's
         begins = bool(good and sent and whole and name is not None and name.kind is Kind.BLOCK)
-        self._add(key, _of_object(note, sent if good else 0, begins=begins, gone=note.evicted and not good))
+        counts = _of_object(note, sent if good else 0, begins=begins, gone=note.evicted and not good)
+        if from_edge(request.headers.getall("Via", ())):
+            # Whoever says so falsely is billed all the same: these are among what was sent.
+            counts |= {"requests_tiers": 1, "bytes_tiers": counts["bytes_sent"]}
+        self._add(key, counts)
 
     def sent_whole(self, key: str, note: Note, tenant: str, sent: int) -> None:
         """The object `key` was there and was sent, with `sent` bytes of it, to a reader who named no prompt."""
@@ -95,11 +100,10 @@ class EdgeUsage:
     def filled(self, fill: Fill, refusal: Refusal | None) -> None:
         """A fill has ended, with the object or with `refusal`."""
         outcome, reason = (Outcome.FILLED, "") if refusal is None else (Outcome.FAILED, str(refusal.reason))
-        size = fill.size if refusal is None else fill.verified
         model = str(fill.name.tag) if refusal is None else ""
         key = Key(Part.EDGE, hour_of(), "", model, "", "", outcome, reason=reason)
-        asked, came = ("peer_requests", "peer_bytes") if fill.from_peer else ("origin_requests", "origin_bytes")
-        self._recorder.add(key, {asked: 1 + fill.resumes, **({came: size} if size else {})})
+        came = {f"{giver.value}_bytes": size for giver, size in fill.given.items()}
+        self._recorder.add(key, {f"{fill.giver.value}_requests": 1 + fill.resumes, **came})
 
     def ledger(self) -> Ledger:
         """The ledger, with everything in it that was counted so far. Blocks."""

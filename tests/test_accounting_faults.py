@@ -1,4 +1,4 @@
-"""The ledgers of client, edge and origin reconcile under faults: kill -9 of edge and client, a failing origin, cut bodies."""
+"""The ledgers of client, two tiers of edges, and origin reconcile under faults: kill -9, a failing origin, cut bodies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from kvcdn.accounting.books import Books
+from kvcdn.accounting.costs import Prices, cost_of
 from kvcdn.accounting.entry import HEADER, Loss, Outcome, Part, PromptId, total
-from kvcdn.accounting.hits import By, rows
+from kvcdn.accounting.hits import By, rows, to_readers
 from kvcdn.accounting.ledger import Ledger
 from kvcdn.accounting.reconcile import Verdict, reconcile
 from kvcdn.accounting.snapshot import Snapshot
 from kvcdn.client.usage import Usage
+from kvcdn.economics.prices import Delivery, Store
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.tokens import encode_text
 from kvcdn.origin.publish import Publisher
@@ -142,14 +144,15 @@ def books(tiny_llama, tmp_path_factory):
     settings = {"usage_file": folder / "edge.sqlite"}
     with (
         running_web(day.store) as web,
-        faulty_link(web.port) as origin,
+        running_edge(web.url, folder / "upper", usage_file=folder / "upper.sqlite") as upper,
+        faulty_link(upper.port) as origin,
         Usage(folder / "client.sqlite", tenant="acme") as usage,
     ):
         with running_edge(origin.url, folder / "cache", **settings) as edge, faulty_link(edge.port) as link:
             day.before(edge, link, origin, usage)
         with running_edge(origin.url, folder / "cache", **settings) as edge, faulty_link(edge.port) as link:
             day.after(edge, link, usage)
-    found = [snapshot(folder / f"{name}.sqlite") for name in ("origin", "client", "killed", "edge")]
+    found = [snapshot(folder / f"{name}.sqlite") for name in ("origin", "client", "killed", "edge", "upper")]
     return Books.of(found), day.reports, day.sent, day.published, day.store
 
 
@@ -175,7 +178,7 @@ def test_every_difference_is_explained(books):
 def test_what_is_lost_with_an_edge_is_what_it_had_not_written(books):
     """The killed edge's ledger has all up to the last flush; the other, that was stopped, has everything."""
     merged, _, sent, _, _ = books
-    counted = total(entry.counts for entry in of(merged, Part.EDGE))["bytes_sent"]
+    counted = to_readers(total(entry.counts for entry in of(merged, Part.EDGE)))
     assert sent["killed"] + sent["stopped"] == counted
 
 
@@ -206,13 +209,33 @@ def test_who_lost_the_hits_of_that_day(books):
 
 
 def test_edges_filled_what_the_origin_stored(books):
-    """Each object once, over a restart, though the origin failed in between; what came in vain is told apart."""
+    """Each object once from the origin, and once from the upper edge, over a restart, though that failed in between."""
     merged, _, _, _, store = books
     filled = total(entry.counts for entry in of(merged, Part.EDGE, Outcome.FILLED))
     stored = sum(info.size for info in store.list("v1/") if "/blocks/" in info.key)
     published = total(entry.counts for entry in of(merged, Part.ORIGIN))
-    assert stored == filled["origin_bytes"] == published["bytes_uploaded"]
+    assert stored == filled["origin_bytes"] == filled["tier_bytes"] == published["bytes_uploaded"]
     assert of(merged, Part.EDGE, Outcome.FAILED)
+
+
+def test_what_edges_send_to_edges_is_neither_the_stores_nor_the_readers(books):
+    """The store's traffic is what was stored, once; what broke off on its way to the lower edge is known by its size."""
+    merged, _, _, _, store = books
+    stored = sum(info.size for info in store.list("v1/") if "/blocks/" in info.key)
+    found = reconcile(merged)
+    assert (True, Verdict.EDGE_LOST) == (found.holds, found.tiers.verdict)
+    assert stored <= found.tiers.filled < found.tiers.sent
+    counts = total(entry.counts for entry in of(merged, Part.EDGE))
+    (upper,) = [one for each in merged.ledgers.values() if "bytes_tiers" in (one := total(e.counts for e in each.entries))]
+    assert upper["bytes_sent"] == upper["bytes_tiers"]
+    assert (counts["bytes_tiers"], counts["tier_bytes"]) == (found.tiers.sent, found.tiers.filled)
+    (row,) = rows(merged, By.ALL)
+    assert sum(row.answers.values()) == row.bytes_to_readers == counts["bytes_sent"] - counts["bytes_tiers"]
+    a_dollar = Prices(Store("s", 0, 0, 0, 1.0, ""), Delivery("d", 1.0, ""), 0)
+    cost = cost_of(row, a_dollar)
+    assert [stored, found.tiers.sent, row.bytes_to_readers] == [
+        amount * 10**9 for amount in (cost.origin_traffic, cost.tier_traffic, cost.edge_traffic)
+    ]
 
 
 @pytest.mark.parametrize("part", [Part.EDGE, Part.CLIENT])

@@ -106,6 +106,29 @@ def test_bytes_without_a_prompt_are_told_apart():
     assert (3, 7) == (found.sent, found.untied)
 
 
+@pytest.mark.parametrize(
+    ("sent", "filled", "killed", "dropped", "verdict"),
+    [
+        (9, 9, None, 0, Verdict.AGREED),
+        (9, 5, None, 0, Verdict.IN_FLIGHT),
+        (5, 9, None, 0, Verdict.UNEXPLAINED),
+        (5, 9, Part.EDGE, 0, Verdict.EDGE_LOST),
+        (5, 9, Part.CLIENT, 0, Verdict.UNEXPLAINED),
+        (5, 9, None, 1, Verdict.DROPPED),
+        (0, 9, None, 0, Verdict.NO_EDGE_LEDGER),
+        (9, 0, None, 0, Verdict.NO_EDGE_LEDGER),
+    ],
+)
+def test_edges_that_fill_from_edges_agree(sent, filled, killed, dropped, verdict):
+    """In sum; more filled than sent is a fault, unless an edge was killed or had no room to write it down."""
+    upper = [edge(prompt="", bytes_sent=sent + 3, bytes_tiers=sent)]
+    lower = [edge(Outcome.FILLED, prompt="", tier_bytes=filled, origin_bytes=4)]
+    found = reconcile(Books.of([ledger(1, upper, killed=killed), ledger(2, lower, dropped=dropped)]))
+    assert (sent, filled, verdict, 3) == (found.tiers.sent, found.tiers.filled, found.tiers.verdict, found.untied)
+    assert found.holds is not verdict.is_fault
+    assert {"bytes_sent": sent, "bytes_filled": filled, "verdict": verdict.value} == found.to_json()["tiers"]
+
+
 def test_an_edge_that_had_it_is_why_the_hit_was_lost():
     """The client only sees that nothing is there; a refusal is its own, whatever edges had."""
     lost = client(Outcome.MISSED, loss=Loss.NOT_PUBLISHED, tokens_lost=100, tokens_offered=100)

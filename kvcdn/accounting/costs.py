@@ -32,9 +32,11 @@ class Cost:
     """What one row came to. USD. What fills cost is nobody's in particular: other readers have the benefit."""
 
     edge_traffic: Decimal = Decimal(0)
-    """Bytes that edges sent."""
+    """Bytes that edges sent to readers."""
+    tier_traffic: Decimal = Decimal(0)
+    """Bytes that edges sent to edges that fill from them."""
     origin_traffic: Decimal = Decimal(0)
-    """Bytes that edges filled, and that clients read from the store themselves."""
+    """Bytes that edges filled from the store, and that clients read from it themselves."""
     origin_requests: Decimal = Decimal(0)
     """Reads and writes at the store."""
     publishing: Decimal = Decimal(0)
@@ -44,7 +46,7 @@ class Cost:
 
     @property
     def spent(self) -> Decimal:
-        return self.edge_traffic + self.origin_traffic + self.origin_requests + self.publishing
+        return self.edge_traffic + self.tier_traffic + self.origin_traffic + self.origin_requests + self.publishing
 
     @property
     def net(self) -> Decimal:
@@ -70,8 +72,10 @@ def cost_of(row: Row, prices: Prices) -> Cost:
     reads = edge.get("origin_requests", 0) + client.get("requests_origin", 0)
     # A publication writes its blocks and a manifest.
     writes = origin.get("blocks_uploaded", 0) + (origin.get("documents", 0) if origin.get("blocks_uploaded") else 0)
+    sent = exact(prices.delivery.egress_usd_per_gb) / GB
     return Cost(
-        edge_traffic=edge.get("bytes_sent", 0) * exact(prices.delivery.egress_usd_per_gb) / GB,
+        edge_traffic=row.bytes_to_readers * sent,
+        tier_traffic=edge.get("bytes_tiers", 0) * sent,
         origin_traffic=read * exact(prices.store.egress_usd_per_gb) / GB,
         origin_requests=(reads * exact(prices.store.read_usd_per_1000) + writes * exact(prices.store.write_usd_per_1000))
         / 1000,

@@ -137,8 +137,12 @@ COUNTS = frozenset(
         "origin_bytes",
         "peer_requests",
         "peer_bytes",
+        "tier_requests",
+        "tier_bytes",
         "requests_peers",
         "bytes_peers",
+        "requests_tiers",
+        "bytes_tiers",
         # origins, per publication
         "documents",
         "tokens_published",

@@ -42,7 +42,7 @@ class Row:
     lost: dict[Loss, int] = field(default_factory=dict)
     """Tokens by who lost the hit."""
     answers: dict[Outcome, int] = field(default_factory=dict)
-    """Bytes that edges sent, by where they came from."""
+    """Bytes that edges sent to readers, by where they came from."""
 
     @property
     def hit_ratio(self) -> float | None:
@@ -52,9 +52,14 @@ class Row:
 
     @property
     def edge_hit_ratio(self) -> float | None:
-        """Of the bytes that edges sent, the part that they had."""
+        """Of the bytes that edges sent to readers, the part that they had."""
         sent = sum(self.answers.values())
         return self.answers.get(Outcome.HIT, 0) / sent if sent else None
+
+    @property
+    def bytes_to_readers(self) -> int:
+        """What edges sent to others than edges."""
+        return to_readers(self.edge)
 
     @property
     def saved_ms(self) -> int:
@@ -89,7 +94,7 @@ def rows(books: Books, by: By) -> list[Row]:
                     row.lost[loss] = row.lost.get(loss, 0) + lost
             case Part.EDGE:
                 row.edge = total((row.edge, entry.counts))
-                if sent := entry.counts.get("bytes_sent", 0):
+                if sent := to_readers(entry.counts):
                     row.answers[entry.key.outcome] = row.answers.get(entry.key.outcome, 0) + sent
             case Part.ORIGIN:
                 row.origin = total((row.origin, entry.counts))
@@ -98,6 +103,11 @@ def rows(books: Books, by: By) -> list[Row]:
 
 def _order(row: Row) -> tuple[int, int, str]:
     return -row.client.get("tokens_asked", 0), -row.edge.get("bytes_sent", 0), row.name
+
+
+def to_readers(counts: Mapping[str, int]) -> int:
+    """Bytes that an edge sent to readers: without those that went to edges which fill from it."""
+    return max(0, counts.get("bytes_sent", 0) - counts.get("bytes_tiers", 0))
 
 
 def edges_word(books: Books) -> dict[str, Loss]:

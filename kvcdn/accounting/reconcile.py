@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcdn.accounting.books import Books
-from kvcdn.accounting.entry import Counts, Outcome, Part
+from kvcdn.accounting.entry import Counts, Outcome, Part, total
+from kvcdn.accounting.hits import to_readers
 from kvcdn.accounting.snapshot import Run, unended
 
 
@@ -72,6 +73,15 @@ class Tied:
 
 
 @dataclass(frozen=True)
+class Tiers:
+    """What edges sent to edges that fill from them, and what these received."""
+
+    sent: int
+    filled: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
 class Reconciliation:
     """All prompts, by what the ledgers say of them."""
 
@@ -95,11 +105,12 @@ class Reconciliation:
     faults: tuple[Tied, ...]
     edges_unended: int
     clients_unended: int
+    tiers: Tiers
 
     @property
     def holds(self) -> bool:
         """Whether every difference is explained."""
-        return not self.faults
+        return not self.faults and not self.tiers.verdict.is_fault
 
     @property
     def bound(self) -> int:
@@ -122,6 +133,7 @@ class Reconciliation:
             "documents_unknown": self.documents_unknown,
             "edges_unended": self.edges_unended,
             "clients_unended": self.clients_unended,
+            "tiers": {"bytes_sent": self.tiers.sent, "bytes_filled": self.tiers.filled, "verdict": self.tiers.verdict.value},
             "faults": [
                 {"prompt": one.prompt, "hour": one.hour, "bytes_sent": one.sent, "bytes_received": one.received}
                 for one in self.faults[:1000]
@@ -149,7 +161,7 @@ def reconcile(books: Books, first: int | None = None, last: int | None = None) -
     untied = 0
     for entry in books.between(first, last):
         if not entry.key.prompt and entry.key.part is Part.EDGE:
-            untied += entry.counts.get("bytes_sent", 0)
+            untied += to_readers(entry.counts)
     return Reconciliation(
         prompts=verdicts,
         sent=sum(one.sent for one in tied.values()),
@@ -164,6 +176,7 @@ def reconcile(books: Books, first: int | None = None, last: int | None = None) -
         faults=tuple(sorted(faults, key=lambda one: (one.hour, one.prompt))),
         edges_unended=sum(run.part is Part.EDGE for run in books.runs),
         clients_unended=sum(run.part is Part.CLIENT for run in books.runs),
+        tiers=_tiers(books),
     )
 
 
@@ -194,6 +207,22 @@ def _tied(books: Books) -> dict[str, Tied]:
             one.document = one.document or key.document
             _add(one.client, entry.counts)
     return found
+
+
+def _tiers(books: Books) -> Tiers:
+    """Of all hours: a fill is counted when it has ended, what was sent for it may be in the hour before."""
+    counts = total(entry.counts for entry in books if entry.key.part is Part.EDGE)
+    sent, filled = counts.get("bytes_tiers", 0), counts.get("tier_bytes", 0)
+    if sent == filled:
+        return Tiers(sent, filled, Verdict.AGREED)
+    if not sent or not filled:
+        return Tiers(sent, filled, Verdict.NO_EDGE_LEDGER)
+    if unended(books.runs, Part.EDGE):
+        return Tiers(sent, filled, Verdict.EDGE_LOST)
+    if Part.EDGE in books.dropped_by or books.forgotten:
+        return Tiers(sent, filled, Verdict.DROPPED)
+    # What broke off was sent and is not among what was filled, or not all of it.
+    return Tiers(sent, filled, Verdict.IN_FLIGHT if sent > filled else Verdict.UNEXPLAINED)
 
 
 def _in(hour: int, first: int | None, last: int | None) -> bool:

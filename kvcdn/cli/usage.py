@@ -130,15 +130,24 @@ def _pairs(row: Row) -> list[tuple[str, str]]:
         found.append(("received", f"{tiers}; {size(received - client.get('bytes_used', 0))} of it in vain"))
         found.append(("time", f"{row.saved_ms / 1000:,.1f} s saved"))
     if edge:
+        asked = edge.get("requests", 0) - edge.get("requests_tiers", 0)
         answers = ", ".join(f"{size(count)} {outcome}" for outcome, count in sorted(row.answers.items()))
         found.append(
-            ("edges sent", f"{size(edge.get('bytes_sent', 0))} in {edge.get('requests', 0):,} answers: {answers or '-'}")
+            (
+                "edges sent",
+                f"{size(row.bytes_to_readers)} in {asked:,} answers: {answers or '-'}",
+            )
         )
         found.append(
             ("edges' hits", f"{share(row.edge_hit_ratio)} of these bytes; {edge.get('tokens_served', 0):,} tokens served")
         )
-        filled = f"{size(edge.get('origin_bytes', 0))} in {edge.get('origin_requests', 0):,} requests"
-        found.append(("edges filled", f"{filled} to the origin"))
+        givers = {"origin": "the origin", "tier": "other edges", "peer": "edges of their site"}
+        filled = [
+            f"{size(edge.get(f'{giver}_bytes', 0))} in {count:,} requests to {who}"
+            for giver, who in givers.items()
+            if (count := edge.get(f"{giver}_requests", 0)) or giver == "origin"
+        ]
+        found.append(("edges filled", ", ".join(filled)))
     if origin:
         did = f"{origin.get('documents', 0):,} publications, {origin.get('tokens_published', 0):,} tokens"
         found.append(
@@ -173,7 +182,7 @@ def _table(found: list[Row], by: By) -> tuple[list[str], list[list[str]]]:
             f"{row.client.get('tokens_asked', 0):,}",
             share(row.hit_ratio),
             *(f"{row.lost.get(loss, 0):,}" for loss in Loss if _any(found, loss)),
-            size(row.edge.get("bytes_sent", 0)),
+            size(row.bytes_to_readers),
             share(row.edge_hit_ratio),
             f"{row.saved_ms / 1000:,.1f} s",
         ]

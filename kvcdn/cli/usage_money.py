@@ -23,6 +23,18 @@ SHOWN_DECIMALS = 4
 """Of dollars, for people."""
 
 
+_HEADINGS = {
+    "edge_traffic": "edge traffic",
+    "tier_traffic": "between edges",
+    "origin_traffic": "origin traffic",
+    "origin_requests": "origin requests",
+    "publishing": "publishing",
+    "saved": "prefill saved",
+    "net": "net",
+}
+"""Of the table, by the field of a cost."""
+
+
 class Export(enum.StrEnum):
     """Forms of bills."""
 
@@ -86,11 +98,13 @@ def show_bills(books: Books, book: TariffBook, first: int | None, last: int | No
 
 def cost_pairs(cost: Cost, prices: Prices) -> list[tuple[str, str]]:
     """Names and amounts for people."""
+    between = [("between edges", f"{dollars(cost.tier_traffic)} at the same price")] if cost.tier_traffic else []
     return [
         (
             "edges' traffic",
             f"{dollars(cost.edge_traffic)} at {prices.delivery.egress_usd_per_gb} USD/GB ({prices.delivery.name})",
         ),
+        *between,
         (
             "origin's traffic",
             f"{dollars(cost.origin_traffic)} at {prices.store.egress_usd_per_gb} USD/GB ({prices.store.name})",
@@ -104,15 +118,10 @@ def cost_pairs(cost: Cost, prices: Prices) -> list[tuple[str, str]]:
 
 def cost_table(found: list[tuple[str, Cost]], heading: str) -> tuple[list[str], list[list[str]]]:
     """The same by rows."""
-    headings = [heading, "edge traffic", "origin traffic", "origin requests", "publishing", "prefill saved", "net"]
-    return headings, [
-        [
-            name,
-            *map(
-                dollars, (cost.edge_traffic, cost.origin_traffic, cost.origin_requests, cost.publishing, cost.saved, cost.net)
-            ),
-        ]
-        for name, cost in found
+    names = ("edge_traffic", "tier_traffic", "origin_traffic", "origin_requests", "publishing", "saved", "net")
+    shown = [name for name in names if name != "tier_traffic" or any(cost.tier_traffic for _, cost in found)]
+    return [heading, *map(_HEADINGS.__getitem__, shown)], [
+        [title, *(dollars(getattr(cost, name)) for name in shown)] for title, cost in found
     ]
 
 

@@ -27,6 +27,17 @@ _WORDS = {
 }
 
 
+_TIERS = {
+    Verdict.AGREED: "the same",
+    Verdict.IN_FLIGHT: "the rest broke off, or was on its way",
+    Verdict.EDGE_LOST: "an edge was killed before it wrote",
+    Verdict.DROPPED: "an edge had no room for what it counted",
+    Verdict.NO_EDGE_LEDGER: "the ledgers of one side were not given",
+    Verdict.UNEXPLAINED: "UNEXPLAINED",
+}
+"""Of what edges send to edges."""
+
+
 def read_hour(text: str | None, option: str) -> int | None:
     """The hour since 1970 of `2026-11-01` or `2026-11-01T08`, UTC. Raises UsageError."""
     if text is None:
@@ -61,10 +72,27 @@ def show_reconciliation(found: Reconciliation, *, as_json: bool) -> None:
             pairs.append(("documents", f"{found.documents:,} of as many tokens as were published{elsewhere}"))
         if found.untied:
             pairs.append(("without a tie", f"{size(found.untied)} sent to readers who do not count"))
-        pairs.append(("verdict", "the counts reconcile" if found.holds else f"{len(found.faults):,} prompts do not reconcile"))
+        if found.tiers.sent or found.tiers.filled:
+            pairs.append(
+                (
+                    "between edges",
+                    f"{size(found.tiers.sent)} sent, {size(found.tiers.filled)} filled: {_TIERS[found.tiers.verdict]}",
+                )
+            )
+        pairs.append(("verdict", _verdict(found)))
         print_pairs(pairs)
     for one in found.faults[:SHOWN_FAULTS]:
         note(f"kvcdn: prompt {one.prompt} at {show_hour(one.hour)}: {one.sent:,} bytes sent, {one.received:,} received")
-    if found.faults:
+    if not found.holds:
         note("       is the ledger of an edge or a client missing, or was one changed?")
         raise typer.Exit(CorruptError.exit_code)
+
+
+def _verdict(found: Reconciliation) -> str:
+    if found.holds:
+        return "the counts reconcile"
+    return (
+        f"{len(found.faults):,} prompts do not reconcile"
+        if found.faults
+        else "edges and the edges that they fill from do not reconcile"
+    )

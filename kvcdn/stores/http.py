@@ -45,6 +45,9 @@ _REFUSED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.PROXY_AUTH
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 """RFC 6750 section 2.1."""
 
+_EDGE = re.compile(r"(?:^|,) *kvcdn *(?:;|,|$)")
+"""An edge's member, with those of other caches around it (RFC 9211 section 2)."""
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -83,6 +86,8 @@ class HttpStore:
                 raise UsageError(f"the token for {self._base} holds characters that no bearer token has")
             self._headers["Authorization"] = f"Bearer {token}"
         self._pool = _pool(self._base, self._patience)
+        self.is_edge = False
+        """Whether an edge has answered, by its Cache-Status (FORMAT.md section 7)."""
 
     @property
     def url(self) -> str:
@@ -179,6 +184,7 @@ class HttpStore:
                     redirect=False,
                     retries=False,
                 )
+                self.is_edge |= bool(_EDGE.search(response.headers.get("Cache-Status", "")))
                 if last or response.status not in _RETRIED:
                     return response
                 wait = retry_after(response.headers.get("Retry-After"))
