@@ -119,6 +119,8 @@ class BloscCodec:
     def decode_into(self, encoded: Buffer, typesize: int, out: memoryview, what: str) -> None:
         filters = [*[0] * (_BLOSC_FILTERS - 1), _BLOSC_SHUFFLE if self._shuffled else 0]
         _check_chunk(encoded, typesize, len(out), filters, what)
+        if not self._shuffled and _blocks_decoder()(encoded, out, _blosc2().blosc2_ext.__file__):
+            return
         try:
             _blosc2().decompress2(encoded, dst=out, nthreads=1)
         except (RuntimeError, ValueError) as error:
@@ -133,6 +135,13 @@ def _blosc2() -> Any:
     # It keeps the interpreter's lock unless told otherwise; blocks are decoded on every core, beside a running model.
     blosc2.set_releasegil(True)
     return blosc2
+
+
+@functools.cache
+def _blocks_decoder() -> Callable[[Buffer, memoryview, str], bool]:
+    from kvcdn.codecs.zstd import decode_blocks  # noqa: PLC0415 - an edge does without arrays
+
+    return decode_blocks
 
 
 def load_codecs() -> None:

@@ -81,29 +81,21 @@ def decode_exponents(encoded: Buffer, rows: Rows, out: memoryview, what: str) ->
     if strays > values or begin + width + values > len(encoded):
         raise CorruptError(f"{what}: {len(encoded)} bytes are too few for exponents apart, {strays} of them exceptions")
     places = np.frombuffer(encoded, "<u4", strays, _COUNT.size)
+    exponents = np.frombuffer(encoded, np.uint8, strays, begin - strays)
     bases = np.frombuffer(encoded, np.uint8, width, begin)
     kept = np.frombuffer(encoded, np.uint8, values, begin + width).reshape(count, width)
-    if not _sound(places, values) or bases.max() > MOST_BASE:
-        raise CorruptError(f"{what}: a base, or the place of an exception, is out of range")
     packed = np.empty((-(-count // 2), width), np.uint8)
     with memoryview(encoded)[begin + width + values :] as chunk:
         PLAIN_CHUNK.decode_into(chunk, 1, packed.reshape(-1).data, what)
-    target = np.frombuffer(out, "<u2").reshape(count, width)
-    (_JOIN.native() or _join_by_numpy)(packed, bases, kept, target)
-    if strays:
-        exponents = np.frombuffer(encoded, np.uint8, strays, begin - strays).astype(np.uint16)
-        flat = target.reshape(-1)
-        flat[places] = (flat[places] & _SIGN_AND_MANTISSA) | (exponents << _MANTISSA_BITS)
+    target, sound = np.frombuffer(out, "<u2").reshape(count, width), np.zeros(1, np.uint8)
+    (_JOIN.native() or _join_by_numpy)(packed, bases, kept, places, exponents, target, sound)
+    if not sound[0]:
+        raise CorruptError(f"{what}: a base, or the place of an exception, is out of range")
 
 
 def _table(rows: Rows) -> tuple[int, int]:
     """A tensor as rows and columns: its first dimension, and all others."""
     return rows.shape[0], math.prod(rows.shape[1:])
-
-
-def _sound(places: NDArray[np.uint32], values: int) -> bool:
-    """Whether places ascend, and are places."""
-    return not len(places) or bool(places[-1] < values and (places[1:] > places[:-1]).all())
 
 
 def _exponents(bits: Bits) -> Bytes:
@@ -172,8 +164,20 @@ _TAKE_APART = Loop(
 )
 
 
-def _join(packed: Bytes, bases: Bytes, kept: Bytes, out: Bits) -> None:
+def _join(
+    packed: Bytes, bases: Bytes, kept: Bytes, places: NDArray[np.uint32], exponents: Bytes, out: Bits, sound: Bytes
+) -> None:
+    """Fills `out`, and then the `places` of exceptions; `sound` is 0 before, and where a base or a place is out of range."""
     count, width = kept.shape
+    following = np.int64(0)
+    for place in places:
+        if not following <= place < count * width:
+            return
+        following = np.int64(place) + 1
+    for base in bases:
+        if base > MOST_BASE:
+            return
+    sound[0] = 1
     for pair in range(len(packed)):
         low, high = 2 * pair, 2 * pair + 1
         for column in range(width):
@@ -183,9 +187,24 @@ def _join(packed: Bytes, bases: Bytes, kept: Bytes, out: Bits) -> None:
             for column in range(width):
                 exponent = (packed[pair, column] >> 4) + bases[column]
                 out[high, column] = exponent << 7 | (kept[high, column] * 0x0101 & 0x807F)
+    numbers = out.reshape(count * width)
+    for stray in range(len(places)):
+        place = places[stray]
+        numbers[place] = (numbers[place] & 0x807F) | exponents[stray] << 7
 
 
-_JOIN = Loop(_join, (Array("uint8", 2), Array("uint8"), Array("uint8", 2), Array("uint16", 2, written=True)))
+_JOIN = Loop(
+    _join,
+    (
+        Array("uint8", 2),
+        Array("uint8"),
+        Array("uint8", 2),
+        Array("uint32"),
+        Array("uint8"),
+        Array("uint16", 2, written=True),
+        Array("uint8", written=True),
+    ),
+)
 
 
 def prepare() -> None:
@@ -194,8 +213,14 @@ def prepare() -> None:
         loop.native()
 
 
-def _join_by_numpy(packed: Bytes, bases: Bytes, kept: Bytes, out: Bits) -> None:
+def _join_by_numpy(
+    packed: Bytes, bases: Bytes, kept: Bytes, places: NDArray[np.uint32], strays: Bytes, out: Bits, sound: Bytes
+) -> None:
     count, width = kept.shape
+    ascending = not len(places) or bool(places[-1] < count * width and (places[1:] > places[:-1]).all())
+    sound[0] = ascending and bases.max() <= MOST_BASE
+    if not sound[0]:
+        return
     stride = max(_PIECE_VALUES // width // 2 * 2, 2)
     for begin in range(0, count, stride):
         piece = out[begin : begin + stride]
@@ -206,3 +231,5 @@ def _join_by_numpy(packed: Bytes, bases: Bytes, kept: Bytes, out: Bits) -> None:
             exponents = (codes[: len(rows)] + bases).astype(np.uint16)
             exponents <<= _MANTISSA_BITS
             np.bitwise_or(rows, exponents, out=rows)
+    flat = out.reshape(-1)
+    flat[places] = (flat[places] & _SIGN_AND_MANTISSA) | (strays.astype(np.uint16) << _MANTISSA_BITS)

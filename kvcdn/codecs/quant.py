@@ -151,21 +151,32 @@ def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None
     out[len(out) - len(last) :] = last
     if not middle:
         return
-    parameters = _checked(np.frombuffer(stored, "<u2").reshape(shape), what)
-    steps = parameters[-1]
+    parameters = np.frombuffer(stored, "<u2").reshape(shape)
     place = out[lead * row : (lead + middle) * row]
+    spread = _SPREAD[rows.dtype].native()
+    if spread is None:
+        _spread_by_numpy(_checked(parameters, what), coded, (bits, group_tokens), place, rows)
+        return
+    target = np.frombuffer(place, NATIVE_DTYPES[rows.dtype]).reshape(middle, heads * dim)
+    sound = np.zeros(1, np.uint8)
+    table = parameters.reshape(*shape[:2], heads * dim // group_values)
+    spread(table, np.frombuffer(coded, np.uint8), bits, group_tokens, group_values, target, sound)
+    if not sound[0]:
+        raise _not_a_number(what)
+
+
+def _spread_by_numpy(parameters: Floats, coded: memoryview, form: tuple[int, int], place: memoryview, rows: Rows) -> None:
+    """The numbers of codes of so many bits, in groups of so many tokens, rounded into `place`."""
+    bits, group = form
+    row = math.prod(rows.shape[1:]) * rows.typesize
+    middle = len(place) // row
+    steps = parameters[-1]
     # What is too large for the dtype is infinite, as wherever numbers are multiplied.
     with np.errstate(over="ignore", invalid="ignore"):
-        offsets = np.float32(-(1 << (bits - 1))) * steps if centred else parameters[0]
-        codes = _split(coded, middle * heads * dim, bits)
-        spread = _SPREAD[rows.dtype].native()
-        if spread is not None:
-            whole, groups = (middle, heads * dim), (len(steps), heads * dim // group_values)
-            target = np.frombuffer(place, NATIVE_DTYPES[rows.dtype]).reshape(whole)
-            spread(codes.reshape(whole), offsets.reshape(groups), steps.reshape(groups), group_tokens, group_values, target)
-            return
-        codes = codes.reshape(middle, heads, dim // group_values, group_values)
-        numbers = _Numbers(codes, offsets, steps, group_tokens)
+        offsets = np.float32(-(1 << (bits - 1))) * steps if len(parameters) == 1 else parameters[0]
+        codes = _split(coded, middle * math.prod(rows.shape[1:]), bits)
+        codes = codes.reshape(middle, *steps.shape[1:-1], -1)
+        numbers = _Numbers(codes, offsets, steps, group)
         for begin, end in numbers.pieces():
             write_rounded(numbers.of(begin, end), rows.dtype, place[begin * row : end * row])
 
@@ -174,25 +185,82 @@ round_row = ROUNDERS["bfloat16"]
 """In each loop, the one of its dtype."""
 
 
-def _spread(codes: NDArray[np.uint8], offsets: Floats, steps: Floats, group: int, width: int, out: NDArray[Any]) -> None:
-    """Rounds the numbers of codes [tokens, columns] into `out`; offsets and steps are [groups of tokens, groups of columns]."""
-    tokens, columns = codes.shape
-    row = np.empty(columns, np.float32)
-    bits = row.view(np.uint32)
-    for token in range(tokens):
-        at = token // group
-        if width == 1:
+def _are_numbers(stored: NDArray[np.uint16]) -> bool:
+    """Whether all parameters are finite, and no step is negative."""
+    kinds, groups, columns = stored.shape
+    wrong = False
+    for kind in range(kinds):
+        forbidden = _SIGN if kind == kinds - 1 else 0
+        for group in range(groups):
             for column in range(columns):
-                row[column] = codes[token, column] * steps[at, column] + offsets[at, column]
+                one = stored[kind, group, column]
+                wrong |= (one & _INFINITE == _INFINITE) | (one & forbidden != 0)
+    return not wrong
+
+
+def _spread_parameters(stored: NDArray[np.uint16], bits: int, group: int, width: int, steps: Floats, offsets: Floats) -> None:
+    """The step and the offset of each column, for the tokens of a group."""
+    step_bits, offset_bits = steps.view(np.uint32), offsets.view(np.uint32)
+    last = len(stored) - 1
+    for column in range(len(steps)):
+        step_bits[column] = np.uint32(stored[last, group, column // width]) << 16
+        if last:
+            offset_bits[column] = np.uint32(stored[0, group, column // width]) << 16
+        else:
+            offsets[column] = np.float32(-(1 << (bits - 1))) * steps[column]
+
+
+def _spread(  # noqa: C901 - one loop, over arrays
+    parameters: NDArray[np.uint16],
+    coded: NDArray[np.uint8],
+    bits: int,
+    group: int,
+    width: int,
+    out: NDArray[Any],
+    sound: NDArray[np.uint8],
+) -> None:
+    """Rounds the numbers of codes into `out` [tokens, columns]; parameters are [1 or 2, groups of tokens, groups of columns].
+
+    `sound` is 0 before, and where a parameter is not a number that belongs there.
+    """
+    tokens, columns = out.shape
+    if not _are_numbers(parameters):
+        return
+    sound[0] = 1
+    half = len(coded)
+    steps, offsets, row = np.empty(columns, np.float32), np.empty(columns, np.float32), np.empty(columns, np.float32)
+    row_bits = row.view(np.uint32)
+    for token in range(tokens):
+        if token % group == 0:
+            _spread_parameters(parameters, bits, token // group, width, steps, offsets)
+        begin = token * columns
+        if bits == MAX_BITS:
+            codes = coded[begin : begin + columns]
+            for column in range(columns):
+                row[column] = codes[column] * steps[column] + offsets[column]
+        elif begin + columns <= half:
+            codes = coded[begin : begin + columns]
+            for column in range(columns):
+                row[column] = np.float32(np.uint8(codes[column] & 15)) * steps[column] + offsets[column]
+        elif begin >= half:
+            codes = coded[begin - half : begin - half + columns]
+            for column in range(columns):
+                row[column] = np.float32(np.uint8(codes[column] >> 4)) * steps[column] + offsets[column]
         else:
             for column in range(columns):
-                row[column] = codes[token, column] * steps[at, column // width] + offsets[at, column // width]
-        round_row(row, bits, out, token)
+                number = begin + column
+                code = coded[number] & 15 if number < half else coded[number - half] >> 4
+                row[column] = np.float32(np.uint8(code)) * steps[column] + offsets[column]
+        round_row(row, row_bits, out, token)
 
 
-def _spread_loop(dtype: str) -> Loop[NDArray[np.uint8], Floats, Floats, int, int, NDArray[Any]]:
-    parameters, out = Array("float32", 2), Array(NATIVE_DTYPES[dtype], 2, written=True)
-    return Loop(_spread, (Array("uint8", 2), parameters, parameters, "int64", "int64", out), {"round_row": ROUNDERS[dtype]})
+def _spread_loop(dtype: str) -> Loop[NDArray[np.uint16], NDArray[np.uint8], int, int, int, NDArray[Any], NDArray[np.uint8]]:
+    out = Array(NATIVE_DTYPES[dtype], 2, written=True)
+    return Loop(
+        _spread,
+        (Array("uint16", 3), Array("uint8"), "int64", "int64", "int64", out, Array("uint8", written=True)),
+        {"round_row": ROUNDERS[dtype], "_are_numbers": _are_numbers, "_spread_parameters": _spread_parameters},
+    )
 
 
 _SPREAD = {dtype: _spread_loop(dtype) for dtype in ROUNDERS}
@@ -242,5 +310,9 @@ def _cut(data: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 def _checked(stored: NDArray[np.uint16], what: str) -> Floats:
     """The parameters as float32. Raises CorruptError for one that is not finite, and for a negative step."""
     if ((stored & _INFINITE) == _INFINITE).any() or (stored[-1] & _SIGN).any():
-        raise CorruptError(f"{what}: a step or an offset is not a number that belongs there")
+        raise _not_a_number(what)
     return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _not_a_number(what: str) -> CorruptError:
+    return CorruptError(f"{what}: a step or an offset is not a number that belongs there")

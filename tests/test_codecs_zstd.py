@@ -1,0 +1,130 @@
+"""Plain chunks without blosc2 around zstd: the same bytes, and whatever is unusual is blosc2's."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from contextlib import suppress
+
+import blosc2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcdn.codec import PLAIN_CHUNK
+from kvcdn.codecs import zstd
+from kvcdn.codecs.zstd import decode_blocks
+from kvcdn.errors import CorruptError
+
+FILE = blosc2.blosc2_ext.__file__
+
+RNG = np.random.default_rng(3)
+
+
+def codes(size: int) -> bytes:
+    """Bytes of few values, as the codec `exponents` has them."""
+    return np.clip(RNG.normal(7, 2, size), 0, 15).astype(np.uint8).tobytes()
+
+
+SOUND = PLAIN_CHUNK.encode(codes(70_000), 1)
+
+
+def decoded(chunk: bytes, size: int, *, direct: bool) -> bytes | None:
+    """By zstd itself, or by blosc2; None where it is refused, and never a byte beside the place."""
+    memory = bytearray(b"\xa5" * (size + 128))
+    with memoryview(memory) as view, view[64 : 64 + size] as out, pytest.MonkeyPatch.context() as patch:
+        if not direct:
+            patch.setattr(zstd, "_library", lambda _: None)
+        try:
+            PLAIN_CHUNK.decode_into(chunk, 1, out, "chunk")
+        except CorruptError:
+            return None
+        finally:
+            assert bytes(memory[:64] + memory[64 + size :]) == b"\xa5" * 128
+    return bytes(memory[64 : 64 + size])
+
+
+@pytest.mark.parametrize("size", [32, 1000, 32_768, 49_152, 300_000])
+def test_chunks_of_every_size(size: int) -> None:
+    """Of one block and of several, with a last one that is shorter; the larger ones do not need blosc2."""
+    raw = codes(size)
+    chunk = PLAIN_CHUNK.encode(raw, 1)
+    assert raw == decoded(chunk, size, direct=True) == decoded(chunk, size, direct=False)
+    assert decode_blocks(chunk, memoryview(bytearray(size)), FILE) is (size >= 1000)
+
+
+@pytest.mark.parametrize("raw", [bytes(5000), b"\x07" * 5000, RNG.bytes(5000), bytes(40_000) + codes(40_000)])
+def test_what_is_unusual_is_left_to_blosc2(raw: bytes) -> None:
+    """Runs, and bytes as they are."""
+    chunk = PLAIN_CHUNK.encode(raw, 1)
+    assert not decode_blocks(chunk, memoryview(bytearray(len(raw))), FILE)
+    assert raw == decoded(chunk, len(raw), direct=True)
+
+
+def test_split_blocks_are_left_to_blosc2() -> None:
+    """Several streams a block, as blosc2 makes of wider types."""
+    raw = codes(65_536)
+    chunk = bytes(
+        blosc2.compress2(
+            raw, typesize=4, codec=blosc2.Codec.ZSTD, clevel=1, filters=[], splitmode=blosc2.SplitMode.ALWAYS_SPLIT
+        )
+    )
+    assert not decode_blocks(chunk, memoryview(bytearray(len(raw))), FILE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(SOUND) - 1) | st.integers(0, 60), st.integers(0, 255)), min_size=1, max_size=4))
+def test_damage_is_refused_alike(changes: list[tuple[int, int]]) -> None:
+    """Other bytes or the one error, the same as by blosc2."""
+    changed = bytearray(SOUND)
+    for place, value in changes:
+        changed[place] = value
+    assert decoded(bytes(changed), 70_000, direct=False) == decoded(bytes(changed), 70_000, direct=True)
+
+
+@pytest.mark.parametrize("start", [0, 31, 39, 43, len(SOUND) - 3, len(SOUND), 2**31, 2**32 - 1])
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_blocks_that_begin_elsewhere(block: int, start: int) -> None:
+    """Where no block can be: nothing is read there."""
+    changed = bytearray(SOUND)
+    struct.pack_into("<I", changed, 32 + 4 * block, start)
+    assert not decode_blocks(bytes(changed), memoryview(bytearray(70_000)), FILE)
+    assert decoded(bytes(changed), 70_000, direct=True) is None
+
+
+@pytest.mark.parametrize("size", [-(2**31), -1, 0, len(SOUND), 2**31 - 1])
+def test_blocks_of_other_sizes(size: int) -> None:
+    """Runs are blosc2's; what is longer than the chunk is nobody's."""
+    changed = bytearray(SOUND)
+    (start,) = struct.unpack_from("<I", changed, 32)
+    struct.pack_into("<i", changed, start, size)
+    assert not decode_blocks(bytes(changed), memoryview(bytearray(70_000)), FILE)
+    with suppress(CorruptError):
+        decoded(bytes(changed), 70_000, direct=True)
+
+
+def test_each_thread_has_a_context_of_its_own() -> None:
+    """Many at once decode the same; a thread's context goes with it."""
+    raw = codes(200_000)
+    chunk, found = PLAIN_CHUNK.encode(raw, 1), []
+
+    def work() -> None:
+        found.extend(decoded(chunk, len(raw), direct=True) == raw for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 80
+
+
+def test_a_library_that_hides_zstd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then blosc2 does all of it."""
+    monkeypatch.setattr(zstd.ctypes, "CDLL", lambda _: object())
+    zstd._library.cache_clear()
+    try:
+        assert not decode_blocks(SOUND, memoryview(bytearray(70_000)), FILE)
+    finally:
+        zstd._library.cache_clear()
