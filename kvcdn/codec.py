@@ -119,7 +119,7 @@ class BloscCodec:
     def decode_into(self, encoded: Buffer, typesize: int, out: memoryview, what: str) -> None:
         filters = [*[0] * (_BLOSC_FILTERS - 1), _BLOSC_SHUFFLE if self._shuffled else 0]
         _check_chunk(encoded, typesize, len(out), filters, what)
-        if not self._shuffled and _blocks_decoder()(encoded, out, _blosc2().blosc2_ext.__file__):
+        if not self._shuffled and _blocks_decoder()(encoded, out):
             return
         try:
             _blosc2().decompress2(encoded, dst=out, nthreads=1)
@@ -138,8 +138,8 @@ def _blosc2() -> Any:
 
 
 @functools.cache
-def _blocks_decoder() -> Callable[[Buffer, memoryview, str], bool]:
-    from kvcdn.codecs.zstd import decode_blocks  # noqa: PLC0415 - an edge does without arrays
+def _blocks_decoder() -> Callable[[Buffer, memoryview], bool]:
+    from kvcdn.codecs.zstd import decode_blocks  # noqa: PLC0415 - an edge never decodes
 
     return decode_blocks
 
