@@ -120,7 +120,6 @@ class PrefixFetch:
         self._narrow = min(count, WIDTH_BESIDE_COMPUTING) if device.type == "cpu" else count
         self.width = count
         self._arrivals = Arrivals()
-        self._spared = range(0)
         self._busy: set[int] = set()
         self._idle: list[tuple[tuple[int, int], Delivery]] = []
         for one in read:
@@ -281,7 +280,9 @@ class PrefixFetch:
             self.width = self._narrow
             if not self.beside:
                 self.beside = True
-                self._spare(self._spared)
+                waiting, self._idle = [one for _, one in self._idle], []
+                for one in waiting:
+                    self._queue(one)
             self._changed.notify_all()
 
     def widen(self) -> None:
@@ -290,26 +291,15 @@ class PrefixFetch:
             self.width = len(self._threads)
             self._changed.notify_all()
 
-    def computing(self, first: int, count: int, *, spare: bool = False) -> None:
-        """`count` blocks from `first` on are being computed: what arrives of them does so aside. With `spare` nothing does."""
+    def computing(self, first: int, count: int) -> None:
+        """`count` blocks from `first` on are being computed: what arrives of them does so aside."""
         for one in self.deliveries[first : first + count]:
             one.put_aside()
-        self._spare(range(first, first + count) if spare else range(0))
 
     def not_computed(self, first: int, count: int) -> None:
         """They are not: what has arrived of them takes its place."""
         for one in self.deliveries[first : first + count]:
             one.bring_back()
-        self._spare(range(0))
-
-    def _spare(self, blocks: range) -> None:
-        """From now on no step is taken with `blocks`, and with others again."""
-        with self._changed:
-            self._spared = blocks
-            waiting, self._idle = [one for _, one in self._idle], []
-            for one in waiting:
-                self._queue(one)
-            self._changed.notify_all()
 
     def is_enough(self, first: int, count: int) -> bool:
         """Whether `count` blocks from `first` on have arrived, be it aside, so that nobody need compute them."""
@@ -322,14 +312,13 @@ class PrefixFetch:
         """They were computed meanwhile."""
         for one in self.deliveries[first : first + count]:
             one.outrun()
-        self._spare(range(0))
 
     # -- threads -----------------------------------------------------------------------------------------------------------
 
     def _queue(self, one: Delivery) -> None:
         index, total = one.name.index, len(self.deliveries)
         if self.beside:
-            rank = (1, index) if index in self._spared else (-index, 0)
+            rank = (-index, 0)
         elif index < total - max(LEAST_LAYERED, math.ceil(LAYERED_SHARE * total)):
             rank = (index - total, 0)
         else:
@@ -342,7 +331,7 @@ class PrefixFetch:
             while not self._closed:
                 while self._idle and self._idle[0][1].stopped:
                     heapq.heappop(self._idle)[1].close()
-                if self._idle and len(self._busy) < self.width and self._idle[0][1].name.index not in self._spared:
+                if self._idle and len(self._busy) < self.width:
                     one = heapq.heappop(self._idle)[1]
                     self._busy.add(one.name.index)
                     return one

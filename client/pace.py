@@ -81,8 +81,8 @@ class Pace:
         return [left, *([0.0] * (count - 1)), *(blocks.seconds(one.start, one.end) for one in names[count:])]
 
     def _seconds_of(self, speeds: PrefillSpeeds, start: int, end: int) -> float:
-        """What a pass over the tokens `start` to `end` takes: over several blocks it is as over a prompt."""
-        several = end - start > self._loaded.identity.layout.block_tokens
+        """What a pass over the tokens `start` to `end` takes: over several blocks from the front it is as over a prompt."""
+        several = not start and end > self._loaded.identity.layout.block_tokens
         line = speeds.prompts if several else speeds.blocks
         return 0.0 if line is None else line.seconds(start, end)
 
@@ -95,8 +95,9 @@ class Pace:
     def remember(self) -> None:
         """Keeps what was measured for later prompts."""
         block_tokens = self._loaded.identity.layout.block_tokens
-        remember_passes(self._loaded, [one for one in self._passes if one.end - one.start <= block_tokens])
+        prompts = [one for one in self._passes if not one.start and one.end > block_tokens]
+        remember_passes(self._loaded, [one for one in self._passes if one not in prompts])
         if self._before.prompts is None:
             # A fetch beside it slows a pass down: what the model needs alone is worth more, where it is known.
-            remember_passes(self._loaded, [one for one in self._passes if one.end - one.start > block_tokens], sort="prompts")
+            remember_passes(self._loaded, prompts, sort="prompts")
         self._passes.clear()

@@ -142,8 +142,6 @@ class Expected:
     both: float | None
     computed_blocks: int = 0
     """How many blocks `both` computes."""
-    arriving: float | None = None
-    """Seconds until all has been fetched that will come, as `fetch` where nothing is lost."""
 
     def of(self, mode: Mode) -> float | None:
         return {Mode.FETCH: self.fetch, Mode.COMPUTE: self.compute, Mode.BOTH: self.both}[mode]
@@ -177,13 +175,12 @@ class Progress:
 def expect(work: Work) -> Expected:
     """What each option takes from now on."""
     rate = None if work.link is None else min(work.link, work.decode)
-    coming = sum(size for size in work.wire_bytes if math.isfinite(size))
-    arriving = None if coming else 0.0
-    if coming and rate is not None:
-        arriving = work.latency_s + coming / rate if rate > 0 else math.inf
-    fetch = arriving if all(map(math.isfinite, work.wire_bytes)) else math.inf
+    coming = sum(work.wire_bytes)
+    fetch = 0.0 if not coming else math.inf if math.isinf(coming) else None
+    if fetch is None and rate is not None:
+        fetch = work.latency_s + coming / rate if rate > 0 else math.inf
     both, computed = _meeting(work, rate)
-    return Expected(fetch, work.prompt_s, both, computed, arriving)
+    return Expected(fetch, work.prompt_s, both, computed)
 
 
 def _meeting(work: Work, rate: float | None) -> tuple[float | None, int]:

@@ -33,6 +33,10 @@ from kvcdn.model.prefill import PrefillStoppedError, ScheduledPrefill
 _IN_FLIGHT = 2
 """Segments a thread may be waiting for when the link is judged by what has not come."""
 
+_DEAD_LINK_TOKENS = 1024
+"""Computed in one pass behind a prefix while nothing comes. Of SmolLM2-135M's 3,774 tokens, those from 1,024 on take 8 % less
+time so than in blocks of 512, and 18 % less than in one pass, in which each token is compared with all."""
+
 _UNKNOWN_SHARE = 0.75
 """Of the blocks, that the first pass takes while nothing is known of the link."""
 
@@ -237,14 +241,16 @@ class Race:
     def _blocks_at_once(self, fetch: PrefixFetch, first: int, expected: Expected) -> int:
         """One, but from the first token on all up to where fetching is expected to meet: libraries have a fast way for that.
 
-        Not together with what will not come what may come meanwhile. While nothing is known of the link, most of them: what is
-        slow to answer is rarely fast.
+        Behind a prefix, up to _DEAD_LINK_TOKENS where nothing will come that could be met. Not together with what will not come
+        what may come meanwhile. While nothing is known of the link, most of them: what is slow to answer is rarely fast.
         """
-        if first:
+        if first and expected.fetch != math.inf:
             return 1
         rest = fetch.deliveries[first:]
         alike = next((at for at, one in enumerate(rest) if one.complete or one.lost != rest[0].lost), len(rest))
         wanted = math.ceil(len(rest) * _UNKNOWN_SHARE) if expected.both is None else expected.computed_blocks
+        if first:
+            wanted = _DEAD_LINK_TOKENS // self._loaded.identity.layout.block_tokens
         return max(1, min(wanted, alike))
 
     def _at_layer(self, fetch: PrefixFetch, layer: int) -> None:
