@@ -13,6 +13,7 @@ from kvcdn.cli.against.lmcache import interpreter
 from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.nginx import nginx_path
 from kvcdn.cli.processes import cpu_seconds, with_children
+from support.benched import check_benched
 from support.command import kvcdn
 from support.tiny import ROOT, tiny_checkpoint
 
@@ -36,8 +37,7 @@ def found(tmp_path_factory):
             "--document", str(ROOT / "LICENSE"), "--runs", "2", "--precision", "native,int8",
             "--fault-tokens", str(FAULT_TOKENS), "--json", home=tmp_path_factory.mktemp("home"),
         )  # fmt: skip
-    assert 0 == ran.code, ran.err
-    return ran.json
+    return check_benched("against", ran)
 
 
 def test_every_way_is_measured(found):

@@ -8,6 +8,7 @@ from kvcdn.cli.bench_codec import PUBLISHED
 from kvcdn.cli.bench_codec_plot import draw_codecs
 from kvcdn.errors import UsageError
 from kvcdn.keys import LOSSY
+from support.benched import check_benched
 from support.command import kvcdn
 from support.tiny import TEXT
 
@@ -17,8 +18,7 @@ def test_rows_of_every_precision(tiny_llama, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT, "utf-8")
     ran = kvcdn("bench", "codec", "--model", tiny_llama, "--document", text, "--tokens", "300", "--runs", "1", "--json")
-    assert 0 == ran.code, ran.err
-    rows = {row["codec"]: row for row in ran.json["rows"]}
+    rows = {row["codec"]: row for row in check_benched("codec", ran)["rows"]}
     others = ["safetensors (raw)", "zstd over raw bytes", "int8 over whole tensors"]
     assert [*others, "lossless", *LOSSY] == list(rows)
     assert (0.0, 1.0) == (rows["lossless"]["kl"], rows["lossless"]["top1"])

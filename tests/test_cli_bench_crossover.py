@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from support.benched import check_benched
 from support.command import kvcdn
 from support.tiny import ROOT, tiny_checkpoint
 
@@ -18,8 +19,7 @@ def found(tmp_path_factory):
         "bench", "crossover", "--model", str(model), "--document", str(ROOT / "LICENSE"), "--tokens", str(TOKENS),
         "--runs", "1", "--mbit", "0.5,400", "--fetch-limit", "1", "--kill", "1", "--json", home=tmp_path_factory.mktemp("home"),
     )  # fmt: skip
-    assert 0 == ran.code, ran.err
-    return ran.json
+    return check_benched("crossover", ran)
 
 
 def test_a_row_for_each_link(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from support.benched import check_benched
 from support.command import kvcdn
 from support.tiny import TEXT
 
@@ -11,7 +12,7 @@ def test_both_ways_are_measured(tiny_llama, tmp_path) -> None:
     document = tmp_path / "document.txt"
     document.write_text(TEXT, encoding="utf-8")
     words = ("bench", "publish", "--model", tiny_llama, "--document", document, "--runs", "2", "--json")
-    found = kvcdn(*words, "--tokens", "1500").json
+    found = check_benched("publish", kvcdn(*words, "--tokens", "1500"))
     assert (1500, 2) == (found["tokens"], found["runs"])
     assert min(found["prefill_tok_s"], found["publish_tok_s"], found["raw_bytes"]) > 0
     assert found["memory_budget_bytes"] == 64_000_000 + found["raw_bytes"] * 3 // 2

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kvcdn.cli.bench_page import in_order, measured, render
+from kvcdn.cli.bench_page import in_order, machine_words, measured, render
 from kvcdn.cli.bench_plot import PLOTS
 from kvcdn.cli.bench_suite import BENCHES, benches, load_results
 from kvcdn.cli.bench_targets import judge
@@ -95,6 +95,22 @@ def test_a_miss_is_called_one(ratio, met, word):
     page = render({"publish": result})
     assert f"| at least 0.9 x | {ratio} x | {word} |" in page
     assert (f"{0 if met else 1} of 3 targets are missed") in page
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        ({"load_average": [2.0, 1, 1]}, "; load 2.0 at its end."),
+        ({"load_average": [2.0, 1, 1], "load_before": 0.1}, "; load 0.1 before, 2.0 at its end."),
+        ({"load_average": [2.0, 1, 1], "load_before": 1.1}, "; load 1.1 before, 2.0 at its end. **Noisy**: other"),
+        ({"load_average": [3.1, 1, 1]}, "; load 3.1 at its end. **Noisy**: other programs were running."),
+    ],
+)
+def test_a_machine_is_told_with_its_load(load, words):
+    """More than a benchmark's own processes, or anything before it, makes it noisy."""
+    told = {"time": "2026-01-01T00:00Z", "cores": 2, "cpu": "A processor", "kvcdn": "0.1.0", "torch": "2.13.0", **load}
+    assert f"2 cores of A processor, kvcdn 0.1.0{words}" in machine_words({"machine": told})
+    assert ", a-model, torch 2.13.0; load" in machine_words({"machine": told, "model": "a-model"})
 
 
 def test_the_readme_tells_the_kept_results():

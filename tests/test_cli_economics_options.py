@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from functools import cache
 
 import pytest
@@ -78,6 +79,26 @@ MOVES = {
 }  # fmt: skip
 """Options, and the figures that each must move. What follows from these by sums is held below."""
 
+LINK = {"link_bytes_per_s", "link_bytes_per_s_formula"}
+
+FALLS = {
+    # What makes prefilling dearer or slower needs less of a link, and a shorter document.
+    ("--model", "qwen3-14b"): {*LINK, "prefill_tokens_per_s", "tokens_faster"},
+    ("--tokens", "40000"): {*LINK, "prefill_tokens_per_s"},
+    ("--question-tokens", "64"): {"link_bytes_per_s", "tokens_faster"},
+    ("--device", "a100"): {*LINK, "prefill_tokens_per_s", "tokens_faster", *READ},
+    ("--utilisation", "0.2"): {*LINK, "prefill_tokens_per_s", "tokens_faster"},
+    ("--prefill-rate", "1000"): {*LINK, "prefill_tokens_per_s", "tokens_faster"},
+    # What makes it cheaper or faster is a fall of its times and prices.
+    ("--parameters", "5e9"): {"prefill_ttft_s", "read gpu", *PUBLISH},
+    ("--devices", "2"): {"prefill_ttft_s", "reuse_ttft_s"},
+    # Fewer bytes, or lower prices: everything that moves falls.
+    **{option: MOVES[option] for option in MOVES if option[1:] in (("int8",), ("0.3",), ("b2",))},
+    ("--gpu-hour", "1"): MOVES["--gpu-hour", "1"],
+    ("--input-usd", "1"): TARIFF,
+}
+"""Of the figures that an option moves, those that it lowers; all others rise, or are never reached any more."""
+
 OTHERS = {"measured", "prices", "preset", "plot", "report", "as_json", "ctx"}
 """Files and forms: what they hold are the inputs above."""
 
@@ -112,6 +133,14 @@ def test_an_option_moves_what_it_must_and_nothing_else(option):
     before, after = figures(found()), figures(found(*option))
     moved = {name for name in before if before[name] != after[name]}
     assert MOVES[option] == moved
+
+
+@pytest.mark.parametrize("option", MOVES, ids=" ".join)
+def test_figures_move_in_the_right_direction(option):
+    """A break-even that is never reached lies beyond every number."""
+    before, after = figures(found()), figures(found(*option))
+    fallen = {name for name, value in after.items() if (math.inf if value is None else value) < before[name]}
+    assert FALLS.get(option, set()) == fallen
 
 
 @pytest.mark.parametrize("option", [(), *MOVES], ids=" ".join)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from kvcdn.cli.machine import machine
+from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.rig import QUESTION, Rig, running_rig
 from kvcdn.cli.shaper import shaped_link
 from kvcdn.client import Client
@@ -99,8 +99,7 @@ def measure_crossover(
         }
         if kills:
             result["kill"] = _kill_rows(rig, crossover, prefill, kills, latency_s, tell)
-        if rig.client.loaded is not None:
-            result["machine"] = machine(rig.client.loaded)
+        result["machine"] = machine(rig.client.loaded)
         return result
 
 
@@ -143,6 +142,7 @@ def _row(
         "decision": statistics.mode(decisions),
         "first_decision": _decision(first),
         "samples_s": {name: [round(value, 4) for value in values] for name, values in samples.items()},
+        "spread_s": {name: spread(values) for name, values in samples.items()},
     }
 
 

@@ -19,6 +19,9 @@ from kvcdn.model.load import LoadedModel, load_model
 
 _WARM_UP_STEPS = 3
 
+TOLD = 4
+"""How often progress is told of each length."""
+
 
 def measure_decode(model: str, tokens: Sequence[int], steps: int, device: str, tell: Callable[[str], None]) -> dict[str, Any]:
     """`rows` has one for each length: milliseconds of one decoded token behind so many, medians of `steps` that alternate.
@@ -29,7 +32,7 @@ def measure_decode(model: str, tokens: Sequence[int], steps: int, device: str, t
     loaded = load_model(model, device)
     rows = []
     for length in tokens:
-        tell(f"{steps} steps of each behind {length:,} tokens")
+        tell(f"{steps} steps of each behind {length:,} tokens, the caches are being made")
         caches = _caches(loaded, length, steps + _WARM_UP_STEPS)
         samples: dict[str, list[float]] = {name: [] for name in caches}
         for step in range(steps + _WARM_UP_STEPS):
@@ -38,6 +41,8 @@ def measure_decode(model: str, tokens: Sequence[int], steps: int, device: str, t
                 seconds = _step(loaded, caches[name])
                 if step >= _WARM_UP_STEPS:
                     samples[name].append(seconds)
+            if (done := step + 1 - _WARM_UP_STEPS) > 0 and done % max(steps // TOLD, 1) == 0:
+                tell(f"{length:,} tokens: {done} of {steps} steps")
         ours, dynamic = (statistics.median(samples[name]) * 1000 for name in ("ours", "dynamic"))
         rows.append(
             {

@@ -23,6 +23,7 @@ from kvcdn.cli.bench_objects import BenchObject, write_object
 from kvcdn.cli.http_load import Load, Loaded, run_load
 from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.nginx import running_nginx
+from kvcdn.cli.output import size
 from kvcdn.edge.launch import RunningEdge, launch_edge
 
 MIB = 1 << 20
@@ -61,6 +62,7 @@ def measure_edge(sizes: Sizes, tell: Tell) -> dict[str, Any]:
     """All rows. Raises UnavailableError where there is no nginx."""
     with tempfile.TemporaryDirectory(prefix="kvcdn-bench-") as name:
         folder = Path(name)
+        tell(f"an edge and nginx are started; warm hits, {sizes.rounds} rounds of {sizes.seconds:g} s of each")
         origin = folder / "origin"
         block = write_object(origin, BLOCK_SEGMENTS, BLOCK_SEGMENT_BYTES)
         small = write_object(origin, 1, SMALL_SEGMENT_BYTES)
@@ -77,6 +79,7 @@ def measure_edge(sizes: Sizes, tell: Tell) -> dict[str, Any]:
             "cold_miss": misses,
             "stampede": _stampede(folder, sizes, tell),
             "slow_readers": _slow_readers(folder, sizes, tell),
+            "rounds": sizes.rounds,
             "machine": machine(),
         }
 
@@ -89,12 +92,16 @@ def _compare(block: BenchObject, connections: int, sizes: Sizes, edge: str, ngin
     for number in range(sizes.rounds):
         for url in (edge, nginx) if number % 2 else (nginx, edge):
             loaded[url].append(_ask(url, block, connections, sizes.seconds))
+        tell(f"{block.size:,} bytes, {connections} connections: round {number + 1} of {sizes.rounds}")
 
     def median(url: str, value: Callable[[Loaded], float]) -> float:
         return statistics.median(value(one) for one in loaded[url])
 
     def gbps(one: Loaded) -> float:
         return one.bytes * 8 / one.seconds / 1e9
+
+    def spreads(value: Callable[[Loaded], float]) -> dict[str, dict[str, float]]:
+        return {name: spread([value(one) for one in loaded[url]]) for name, url in (("edge", edge), ("nginx", nginx))}
 
     row = {
         "size": block.size,
@@ -108,7 +115,8 @@ def _compare(block: BenchObject, connections: int, sizes: Sizes, edge: str, ngin
         "nginx_p99_ttfb_ms": round(median(nginx, lambda one: one.ttfb(0.99)), 3),
         "requests_per_s": round(median(edge, lambda one: one.requests / one.seconds)),
         "nginx_requests_per_s": round(median(nginx, lambda one: one.requests / one.seconds)),
-        "spread_gbps": {name: spread([gbps(one) for one in loaded[url]]) for name, url in (("edge", edge), ("nginx", nginx))},
+        "spread_gbps": spreads(gbps),
+        "spread_p99_ttfb_ms": spreads(lambda one: one.ttfb(0.99)),
     }
     tell(f"{block.size:,} bytes, {connections} connections: {row['gbps']} Gbit/s, nginx {row['nginx_gbps']}")
     return row
@@ -118,6 +126,7 @@ def _cold_misses(folder: Path, nginx: str, tell: Tell) -> dict[str, Any]:
     """What the first byte of a cold object takes through an edge before nginx, and from nginx itself."""
     objects = [write_object(folder / "origin", BLOCK_SEGMENTS, BLOCK_SEGMENT_BYTES) for _ in range(COLD_OBJECTS)]
     direct, through = [], []
+    tell(f"cold misses: {COLD_OBJECTS} objects, each once")
     with launch_edge(origin=nginx, cache_dir=folder / "miss", log_level="warning") as edge:
         for one in objects:
             direct.append(_ask(nginx, one, 1, 0.0).ttfb(0.5))
@@ -129,12 +138,14 @@ def _cold_misses(folder: Path, nginx: str, tell: Tell) -> dict[str, Any]:
         "origin_ttfb_ms": round(origin_ms, 3),
         "ttfb_ms": round(edge_ms, 3),
         "added_ms": round(edge_ms - origin_ms, 3),
+        "spread_ms": {"edge": spread(through), "origin": spread(direct)},
     }
 
 
 def _stampede(folder: Path, sizes: Sizes, tell: Tell) -> dict[str, Any]:
     """Many clients at once on one large object that is not cached."""
     origin = folder / "stampede"
+    tell(f"a stampede: {sizes.clients} clients on a cold object of {size(sizes.cold_bytes)}")
     large = write_object(origin, sizes.cold_bytes // COLD_SEGMENT_BYTES, COLD_SEGMENT_BYTES)
     with launch_edge(origin=str(origin), cache_dir=folder / "stampede-cache", log_level="warning") as edge:
         load = _load(edge.url, large, sizes.clients, 0.0, hashed=True)
@@ -148,13 +159,14 @@ def _stampede(folder: Path, sizes: Sizes, tell: Tell) -> dict[str, Any]:
             "p99_ttfb_ms": round(loaded.ttfb(0.99), 1),
             "peak_resident_bytes": edge.resident_bytes("VmHWM"),
         }
-    tell(f"{sizes.clients} clients on a cold object: {result}")
+    tell(f"stampede: {result['origin_fetches']} fetches, {result['right_bodies']} right bodies in {result['seconds']} s")
     return result
 
 
 def _slow_readers(folder: Path, sizes: Sizes, tell: Tell) -> dict[str, Any]:
     """Many readers that have begun a very large object and take nothing more of it."""
     origin, cache = folder / "slow", folder / "slow-cache"
+    tell(f"slow readers: {sizes.readers} on an object of {size(sizes.slow_bytes)}")
     large = write_object(origin, sizes.slow_bytes // COLD_SEGMENT_BYTES, COLD_SEGMENT_BYTES)
     capacity = 2 * sizes.slow_bytes
     with launch_edge(origin=str(origin), cache_dir=cache, capacity=capacity, log_level="warning") as edge:
@@ -171,7 +183,7 @@ def _slow_readers(folder: Path, sizes: Sizes, tell: Tell) -> dict[str, Any]:
             }
     shutil.rmtree(cache)
     shutil.rmtree(origin)
-    tell(f"slow readers: {result}")
+    tell(f"slow readers: {size(result['peak_resident_bytes'])} resident at most")
     return result
 
 

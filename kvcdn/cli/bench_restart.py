@@ -28,7 +28,8 @@ def measure_restart(objects: int, runs: int, tell: Tell) -> dict[str, Any]:
         tell(f"making {objects:,} files in {cache} ...")
         _make_files(cache, objects)
         seconds: dict[str, list[float]] = {"empty_s": [], "walk_s": [], "index_s": []}
-        for _ in range(runs):
+        for number in range(runs):
+            tell(f"round {number + 1} of {runs}: an empty cache, a walk, the index")
             seconds["empty_s"].append(_start(Path(folder), empty)[0])
             for file in cache.glob("index*"):
                 file.unlink()

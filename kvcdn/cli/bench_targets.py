@@ -138,8 +138,8 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         Target("a document behind a published prompt, over the passes of its rest", "<=", 1.1, _key("shared_ratio"), "x"),
     ),
     "edge": (
-        Target("warm hits over nginx, worst row", ">=", 1.0, _worst("rows", "ratio", min), "x"),
-        Target("p99 of the first byte over nginx's, worst row", "<=", 2.0, _p99, "x"),
+        Target("warm hits of a block over nginx, worst row", ">=", 1.0, _worst("rows", "ratio", min), "x"),
+        Target("p99 of a block's first byte over nginx's, worst row", "<=", 2.0, _p99, "x"),
         Target("a cold miss adds", "<=", 5.0, lambda result: result["cold_miss"]["added_ms"], "ms"),
         Target("stampede: fetches from the origin", "=", 1, lambda result: result["stampede"]["origin_fetches"]),
         Target(

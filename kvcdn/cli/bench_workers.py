@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.rig import document_text
 from kvcdn.errors import UsageError
 from kvcdn.model.checkpoint import resolve_checkpoint
@@ -72,6 +73,8 @@ def measure_workers(
         "one_s": round(one, 3),
         "several_s": round(several, 3),
         "speedup": round(one / several, 3),
+        "spread_s": {"one": spread(seconds[1]), "several": spread(seconds[workers])},
+        "machine": machine(),
     }
 
 

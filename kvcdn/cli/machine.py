@@ -21,11 +21,15 @@ _LIBRARIES = ("torch", "transformers", "numpy", "blosc2", "aiohttp")
 
 _BF16 = {"avx512_bf16", "amx_bf16"}
 
+_LOAD_BEFORE = os.getloadavg()[0]
+"""When the command began: what ran before, and beside, a benchmark."""
+
 
 def machine(loaded: LoadedModel | None = None) -> dict[str, Any]:
     """Processor, memory, versions, UTC time and load; with a model also its name, dtype, device and libraries.
 
-    The load average tells what else was running: above the number of cores, times are noisy.
+    The load average tells what else was running: above the number of cores, times are noisy. `load_before` is that of the
+    minute before the command began, without the benchmark itself.
     """
     name, instructions = cpu()
     told: dict[str, Any] = {
@@ -36,6 +40,7 @@ def machine(loaded: LoadedModel | None = None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "time": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
         "load_average": [round(value, 2) for value in os.getloadavg()],
+        "load_before": round(_LOAD_BEFORE, 2),
         "python": platform.python_version(),
         "kvcdn": __version__,
         **dict(_versions()),

@@ -23,7 +23,7 @@ from kvcdn.cli.against.ours import FromLocalStore, FromS3, ThroughEdge
 from kvcdn.cli.against.stand import NOISE, Stand
 from kvcdn.cli.against.way import Checks, Document, Reading, Stopwatch, Stored, Way
 from kvcdn.cli.bench_codec import PUBLISHED
-from kvcdn.cli.machine import machine
+from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.nginx import nginx_path, running_nginx
 from kvcdn.cli.options import quiet_libraries
 from kvcdn.cli.rig import QUESTION, document_text, first_tokens
@@ -249,6 +249,7 @@ def _rows(ways: Sequence[Way], stand: Stand, subject: Document, extent: Extent, 
                 "setup": way.setup,
                 "checks": asdict(way.checks),
                 "samples_s": [round(value, 4) for value in times],
+                "spread_s": spread(times),
             }
         )
     return rows
