@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 import uuid
 from collections.abc import Iterator
@@ -281,6 +282,52 @@ def test_profile_and_configured_endpoint(s3_server: S3Server, tmp_path: Path, mo
     store = open_store(f"s3://{s3_server.bucket}/{prefix}?profile=kv")
     assert store.create("a", [b"x"])
     assert b"x" == store.read("a")
+
+
+def _requests(link: FaultyLink) -> list[bytes]:
+    """Heads of requests that passed `link`."""
+    return [head for head in link.heads if re.match(rb"(GET|HEAD|PUT|POST|DELETE) /", head)]
+
+
+def test_a_requester_pays(credentials: None, s3_server: S3Server, link: FaultyLink, small_parts: None):
+    """Every request says so, signed, whichever way it goes: a real server takes them, and no other store sends it."""
+    where = f"s3://{s3_server.bucket}/{uuid.uuid4().hex}?endpoint={link.url}"
+    for payer, store in ((True, open_store(f"{where}&request_payer=requester")), (False, open_store(where))):
+        link.heads.clear()
+        key = f"a{payer}"
+        assert store.create(key, [DATA[:1000]])
+        assert store.create(f"large{payer}", [DATA, DATA[:-1], DATA[:-2]])
+        assert store.stat("missing") is None
+        assert DATA[:1000] == store.read(key)
+        assert DATA[10:30] == store.read(key, 10, 20)
+        with pytest.raises(NotFoundError):
+            store.read("missing")
+        assert {key, f"large{payer}"} <= {info.key for info in store.list("")}
+        store.delete(key)
+        heads = _requests(link)
+        assert {b"GET", b"HEAD", b"PUT", b"POST", b"DELETE"} == {head.split()[0] for head in heads}
+        said = [head for head in heads if b"x-amz-request-payer: requester\r\n" in head]
+        assert (heads if payer else []) == said
+        assert all(b"x-amz-request-payer" in re.search(rb"SignedHeaders=([^,]+)", head)[1] for head in said)
+
+
+def test_a_plain_read_pays_too(credentials: None, s3_server: S3Server, link: FaultyLink):
+    """What goes around botocore says it as well, so that it is not refused first each time."""
+    store = open_store(f"s3://{s3_server.bucket}/{uuid.uuid4().hex}?endpoint={link.url}&request_payer=requester")
+    assert store.create("a", [b"x"])
+    link.heads.clear()
+    assert b"x" == store.read("a")
+    (head,) = _requests(link)
+    assert b"Boto3" not in head
+    assert b"x-amz-request-payer: requester\r\n" in head
+
+
+@pytest.mark.parametrize("payer", ["", "owner", "REQUESTER"])
+def test_another_payer_is_refused(credentials: None, payer: str):
+    """By its name, with what can be written."""
+    with pytest.raises(UsageError, match="request_payer") as caught:
+        open_store(f"s3://bucket/prefix?request_payer={payer}")
+    assert "request_payer=requester" in caught.value.hint
 
 
 def test_missing_bucket(credentials: None, s3_server: S3Server):

@@ -41,6 +41,9 @@ READ_BYTES = 256 * 1024
 MAX_PREFIX_CHARACTERS = 256
 """With the longest key this stays below S3's 1,024 bytes."""
 
+OPTIONS = frozenset(("endpoint", "region", "profile", "request_payer"))
+"""Of a URL, behind its question mark."""
+
 CACHE_CONTROL = "public, max-age=31536000, immutable"
 """FORMAT.md 7, for web servers and CDNs that pass the bucket's headers on."""
 
@@ -56,16 +59,23 @@ class S3Store:
         endpoint: str | None = None,
         region: str | None = None,
         profile: str | None = None,
+        request_payer: str | None = None,
     ) -> None:
         """Credentials, and what is not given, come from where AWS's own tools look. Sends no request.
 
-        Raises UsageError for a malformed bucket, prefix or endpoint, and where there are no credentials.
+        With `request_payer="requester"` whoever asks pays for requests and traffic, in a bucket whose owner does not.
+
+        Raises UsageError for a malformed bucket, prefix, endpoint or payer, and where there are no credentials.
         """
         self._bucket = s3_client.checked_bucket(bucket)
         self._prefix = _checked_prefix(prefix)
-        self._options = {"endpoint": endpoint, "region": region, "profile": profile}
+        if request_payer not in (None, s3_client.REQUESTER):
+            raise UsageError(
+                f"request_payer={request_payer[:40]} is not known", hint="write request_payer=requester, or nothing"
+            )
+        self._options = {"endpoint": endpoint, "region": region, "profile": profile, "request_payer": request_payer}
         with translated(self.url, ""):
-            connected = s3_client.connect(endpoint, region, profile)
+            connected = s3_client.connect(endpoint, region, profile, pays=request_payer is not None)
             self._plain = s3_client.plain_reader(connected, bucket)
         self._client, self._login = connected.client, connected.login
         self._ordered = s3_client.is_aws(self._client.meta.endpoint_url)
@@ -73,13 +83,15 @@ class S3Store:
 
     @classmethod
     def from_url(cls, url: str, *, endpoint: str | None = None) -> S3Store:
-        """The store at `s3://bucket/prefix?endpoint=...&region=...&profile=...`; an `endpoint` given apart wins."""
+        """The store at `s3://bucket/prefix?endpoint=...&region=...`, with OPTIONS; an `endpoint` given apart wins."""
         try:
             parts = urlsplit(url)
-            options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query), max_num_fields=3))
+            options = dict(
+                parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query), max_num_fields=len(OPTIONS))
+            )
         except ValueError:
             raise UsageError(f"{url[:200]!r} is not an s3:// URL", hint=s3_client.URL_HINT) from None
-        unknown = options.keys() - {"endpoint", "region", "profile"}
+        unknown = options.keys() - OPTIONS
         if unknown or parts.fragment or parts.scheme.lower() != "s3":
             raise UsageError(f"{url[:200]!r} is not an s3:// URL that we know to read", hint=s3_client.URL_HINT)
         if endpoint is not None:

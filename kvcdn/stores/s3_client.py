@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -28,6 +29,11 @@ DEFAULT_REGION = "us-east-1"
 URL_HINT = "write s3://bucket/prefix, for servers other than AWS s3://bucket/prefix?endpoint=http://host:port"
 CREDENTIALS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or run: aws configure"
 BUCKET_HINT = "check the bucket's name and the endpoint, or create it"
+
+REQUESTER = "requester"
+
+_PAYER = "x-amz-request-payer"
+"""Who sends it pays for the request and its traffic: buckets with requester pays answer 403 to all others."""
 
 _ANY_KEY = "any-key"
 
@@ -56,10 +62,12 @@ class Connected(NamedTuple):
     """In words, which credentials the client uses."""
     session: Any
     """botocore's, from which the client is."""
+    headers: Mapping[str, str]
+    """What goes with every request besides."""
 
 
-def connect(endpoint: str | None, region: str | None, profile: str | None) -> Connected:
-    """A client and what belongs to it. Sends no request to the store.
+def connect(endpoint: str | None, region: str | None, profile: str | None, *, pays: bool = False) -> Connected:
+    """A client and what belongs to it, which `pays` for its requests. Sends no request to the store.
 
     Raises UsageError for a malformed endpoint and for missing credentials, and what botocore raises for its own files.
     """
@@ -73,7 +81,9 @@ def connect(endpoint: str | None, region: str | None, profile: str | None) -> Co
     client = _client(session, endpoint, path_style=endpoint is not None and not is_aws(endpoint))
     if endpoint is None and not is_aws(client.meta.endpoint_url):  # AWS's configuration file named another server
         client = _client(session, client.meta.endpoint_url, path_style=True)
-    return Connected(client, f"access key {credentials.access_key} (from: {credentials.method})", core)
+    headers = {_PAYER: REQUESTER} if pays else {}
+    client.meta.events.register("before-call.s3", lambda params, **_: params["headers"].update(headers))
+    return Connected(client, f"access key {credentials.access_key} (from: {credentials.method})", core, headers)
 
 
 def plain_reader(connected: Connected, bucket: str) -> PlainReader:
@@ -90,7 +100,7 @@ def plain_reader(connected: Connected, bucket: str) -> PlainReader:
         timeout=(CONNECT_SECONDS, STALL_SECONDS),
         max_pool_connections=CONNECTIONS,
     )
-    return PlainReader(session, base, Signer(connected.session.get_credentials(), client.meta.region_name))
+    return PlainReader(session, base, Signer(connected.session.get_credentials(), client.meta.region_name), connected.headers)
 
 
 def _session(profile: str | None, region: str | None) -> tuple[Any, Any]:

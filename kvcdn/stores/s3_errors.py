@@ -20,7 +20,10 @@ _HINTS = {
     "RequestTimeTooSkewed": CLOCK_HINT,
     "RequestExpired": CLOCK_HINT,
 }
-_DENIED_HINT = "let that identity read, write and list there; AWS denies missing objects too where it may not list the bucket"
+_DENIED_HINT = (
+    "let that identity read, write and list there; AWS denies missing objects too where it may not list the bucket,"
+    " and everything where readers pay and the URL has no ?request_payer=requester"
+)
 _REGION_HINT = "name the bucket's region: s3://bucket/prefix?region=..."
 _CONDITION_HINT = "this server lacks conditional writes (If-None-Match), which a store needs: use a newer version"
 _LATER_HINT = "try again later, or see that server's log"

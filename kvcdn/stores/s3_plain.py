@@ -38,11 +38,15 @@ class Signer(NamedTuple):
 class PlainReader:
     """Sends plain requests for one bucket's objects."""
 
-    def __init__(self, session: Any, base: str, signer: Signer) -> None:
-        """`base` is the URL of the bucket, with a slash behind; `session` sends botocore's prepared requests."""
+    def __init__(self, session: Any, base: str, signer: Signer, headers: Mapping[str, str]) -> None:
+        """`base` is the URL of the bucket, with a slash behind; `session` sends botocore's prepared requests.
+
+        `headers` go with each of them.
+        """
         self._session = session
         self._base = base
         self._signer = signer
+        self._headers = headers
         self._vain = 0
         self._lock = threading.Lock()
 
@@ -54,7 +58,7 @@ class PlainReader:
         from botocore.awsrequest import AWSRequest  # noqa: PLC0415 - as above
         from botocore.exceptions import BotoCoreError  # noqa: PLC0415 - as above
 
-        request = AWSRequest("GET", self._base + name, headers=dict(headers), stream_output=True)
+        request = AWSRequest("GET", self._base + name, headers={**self._headers, **headers}, stream_output=True)
         try:
             S3SigV4Auth(self._signer.credentials.get_frozen_credentials(), "s3", self._signer.region).add_auth(request)
             answered = self._session.send(request.prepare())

@@ -14,6 +14,7 @@ from typing import Self
 HOST = "127.0.0.1"
 PIECE_BYTES = 64 * 1024
 CONNECT_SECONDS = 5.0
+HEAD_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class FaultyLink:
     connections: int = 0
     bytes_passed: int = 0
     """Reply bytes of all connections so far."""
+    heads: list[bytes] = field(default_factory=list)
+    """The beginning of each piece that clients sent: heads of requests, and bodies' beginnings."""
     _fault: Fault | None = None
     _left: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -61,6 +64,7 @@ class FaultyLink:
 
     def _struck(self, request: bytes) -> Fault | None:
         with self._lock:
+            self.heads.append(request[:HEAD_BYTES])
             if self._left and self._fault is not None and self._fault.when in request:
                 self._left -= 1
                 return self._fault
