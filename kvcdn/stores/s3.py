@@ -41,6 +41,8 @@ READ_BYTES = 256 * 1024
 MAX_PREFIX_CHARACTERS = 256
 """With the longest key this stays below S3's 1,024 bytes."""
 
+LIST_HINT = "use a version of this server that gives NextContinuationToken"
+
 OPTIONS = frozenset(("endpoint", "region", "profile", "request_payer"))
 """Of a URL, behind its question mark."""
 
@@ -296,6 +298,9 @@ class S3Store:
             if page is None:
                 return
             yield page
+            # Without it the listing would end here without a word, and `gc` take what was not listed for not named.
+            if page.get("IsTruncated") and not page.get("NextContinuationToken"):
+                raise UnavailableError(f"{self.url}: the server says that its listing goes on, and not where", hint=LIST_HINT)
 
     def _infos(self, page: dict[str, Any]) -> Iterator[BlobInfo]:
         for item in page.get("Contents", ()):

@@ -1,0 +1,164 @@
+"""Faults that users of other S3 clients and job queues have reported in public, replayed: a listing that ends in the middle,
+odd keys, credentials that are renewed, and a queue's file that another process holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from kvcdn.errors import UnavailableError
+from kvcdn.keys import block_key
+from kvcdn.origin.collect import collect_garbage
+from kvcdn.origin.jobs import JobRequest
+from kvcdn.origin.queue import JobQueue
+from kvcdn.stores import open_store
+from kvcdn.stores.s3 import S3Store
+from support.faults import Fault, FaultyLink, faulty_link
+from support.library import Library
+from support.seaweed import Keys, S3Server
+
+SLOW_DOWN = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+LISTING = b"list-type=2"
+
+LATER = 10 * 86400.0
+
+
+@pytest.fixture
+def link(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink]:
+    for name, value in s3_server.writer.environment().items():
+        monkeypatch.setenv(name, value)
+    with faulty_link(s3_server.port) as found:
+        yield found
+
+
+@pytest.fixture
+def store(s3_server: S3Server, link: FaultyLink) -> S3Store:
+    return S3Store(s3_server.bucket, uuid.uuid4().hex, endpoint=link.url)
+
+
+def page(token: str | None, *names: str) -> bytes:
+    """A server's answer to a listing that goes on at `token`, if it says where."""
+    keys = "".join(f"<Contents><Key>{name}</Key><Size>1</Size></Contents>" for name in names)
+    more = f"<NextContinuationToken>{token}</NextContinuationToken>" if token else ""
+    body = f"<ListBucketResult><IsTruncated>true</IsTruncated>{more}{keys}</ListBucketResult>".encode()
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("token", [None, "the-same-each-time"])
+def test_a_listing_that_cannot_go_on_is_no_short_one(store: S3Store, link: FaultyLink, ordered: bool, token: str | None):
+    """Truncated, without a token or with one that leads nowhere: an error, and no end, and no endless loop (kache #278)."""
+    store._ordered = ordered
+    store.create("v1/a", [b"x"])
+    link.inject(Fault(when=LISTING, answer=page(token)), times=1000)
+    with pytest.raises(UnavailableError, match="listing"):
+        list(store.list("v1/"))
+
+
+def test_garbage_is_not_collected_by_a_short_listing(store: S3Store, link: FaultyLink):
+    """What a listing does not show of the manifests is named all the same: nothing is removed."""
+    library = Library(store)
+    library.publish((1, 2))
+    orphan = block_key(library.tag, library.names((7,)).blocks[0].address)
+    store.create(orphan, [b"a block"])
+    kept = {info.key for info in store.list("v1/")}
+    link.inject(Fault(when=b"manifests%2F&", answer=page(None)), times=1000)
+    with pytest.raises(UnavailableError):
+        collect_garbage(store, grace_seconds=0, now=datetime.now(UTC).timestamp() + LATER)
+    link.inject(Fault(), times=0)
+    assert kept <= {info.key for info in store.list("v1/")}
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_listing_that_is_told_to_slow_down(store: S3Store, link: FaultyLink, times: int):
+    """Once it is asked again; where that does not help, it is an error and no empty store."""
+    store.create("v1/a", [b"x"])
+    link.inject(Fault(when=LISTING, answer=SLOW_DOWN), times=times)
+    if times == 1:
+        assert ["v1/a"] == [info.key for info in store.list("v1/")]
+        return
+    with pytest.raises(UnavailableError, match="503"):
+        list(store.list("v1/"))
+
+
+def test_a_page_without_keys_is_not_the_last(store: S3Store, link: FaultyLink):
+    """A server may find nothing on a page and go on (s3ql pull request 166)."""
+    store._ordered = True
+    store.create("v1/a", [b"x"])
+    token = f"{store._prefix}/v0"
+    link.inject(Fault(when=LISTING, answer=page(token)))
+    assert ["v1/a"] == [info.key for info in store.list("v1/")]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_keys_that_others_wrote_oddly(store: S3Store, ordered: bool):
+    """Signs that URLs and XML escape, some twice (minio #6706, floci #1589): not ours, and none of ours is lost for them."""
+    store._ordered = ordered
+    names = ["a+b", "a%2Fb", "50%", "a&amp;b", "<a>", "a b", "a'b", "ы", "a=b"]
+    for name in names:
+        store._client.put_object(Bucket=store._bucket, Key=f"{store._prefix}/v1/{name}", Body=b"x")
+    for key in ("v1/a", "v1/b/c", "v1/z"):
+        store.create(key, [b"x"])
+    assert ["v1/a", "v1/b/c", "v1/z"] == [info.key for info in store.list("v1/")]
+    assert ["v1/z"] == [info.key for info in store.list("v1/", "v1/b/c")]
+
+
+def test_credentials_that_are_renewed_are_used(s3_server: S3Server, link: FaultyLink, tmp_path: Path, monkeypatch):
+    """Of a process that hands them out for a while: both ways of reading take the new ones, in the same store (s5cmd #683)."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    told = tmp_path / "told.json"
+
+    def hand_out(keys: Keys) -> None:
+        # Renewed at each request: botocore asks ten minutes before they end.
+        until = (datetime.now(UTC) + timedelta(minutes=1)).isoformat()
+        written = {"Version": 1, "AccessKeyId": keys.access_key, "SecretAccessKey": keys.secret_key, "Expiration": until}
+        (tmp_path / "new.json").write_text(json.dumps(written))
+        (tmp_path / "new.json").replace(told)
+
+    hand_out(s3_server.writer)
+    script = f"{sys.executable} -c \"print(open('{told}').read())\""
+    (tmp_path / "config").write_text(f"[profile kv]\nregion = us-east-1\ncredential_process = {script}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    store = open_store(f"s3://{s3_server.bucket}/{uuid.uuid4().hex}?endpoint={link.url}&profile=kv")
+    assert store.create("a", [b"x"])
+    hand_out(s3_server.reader)
+    link.heads.clear()
+    assert b"x" == store.read("a")
+    assert store.stat("a") is not None
+    heads = [head for head in link.heads if re.match(rb"(GET|HEAD) ", head)]
+    assert heads
+    assert all(f"Credential={s3_server.reader.access_key}/".encode() in head for head in heads)
+
+
+def test_a_queue_waits_for_whoever_writes(tmp_path: Path):
+    """Its file is held by another process's transaction: that is waited for, and read anew after (jentic-one #529)."""
+    path = tmp_path / "queue.sqlite"
+    queue = JobQueue(path)
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    ended = threading.Timer(0.5, lambda: other.execute("COMMIT"))
+    ended.start()
+    (accepted,) = queue.accept([("acme", JobRequest(text="one"))])
+    assert not other.in_transaction
+    # Someone who reads on for long holds nobody up, and makes nobody's own reading old.
+    other.execute("BEGIN")
+    other.execute("SELECT count(*) FROM jobs").fetchone()
+    queue.accept([("acme", JobRequest(text="two"))])
+    assert {"queued": 2} == queue.counts()
+    other.execute("ROLLBACK")
+    ended.join()
+    other.close()
+    queue.close()
+    assert accepted
