@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codec import Buffer, Encoded, Rows
-from kvcdn.codecs.symbols import pack_symbols, read_symbols
+from kvcdn.codecs.symbols import pack_symbols, read_streams
 from kvcdn.errors import CorruptError
 
 CLASSES = 12
@@ -51,10 +51,7 @@ def decode_rest(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None
     coarse = np.frombuffer(rows.coarse, "<u2")
     places, counts = _by_class(coarse, rows.dtype)
     ordered, rest = _ordered(coarse), np.empty(len(coarse), np.int16)
-    view, begin, start = memoryview(encoded), _LENGTHS.size, 0
-    for length, count in zip(lengths, counts.tolist(), strict=True):
-        read_symbols(view[begin : begin + length], rest[start : start + count], what)
-        begin, start = begin + length, start + count
+    read_streams(memoryview(encoded)[_LENGTHS.size :], lengths, rest, counts.tolist(), what)
     ordered[places] += rest.view(np.uint16)
     np.frombuffer(out, np.uint16)[:] = np.where(ordered & _SIGN, ordered ^ _SIGN, ~ordered)
 
