@@ -80,14 +80,14 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# All benchmarks, a quarter of an hour on two cores that have nothing else to do; docs/benchmarks.md and the README made of them.
+# All benchmarks, a quarter of an hour on two cores that have nothing else to do; docs/benchmarks.md, the README and docs/codecs.md made of them.
 # BENCH="ttft edge" for some of them; TRACES="a.jsonl.gz b.jsonl.gz" for recorded requests; QUICK=1 to see that all of them run.
 RESULTS := $(if $(QUICK),build/benchmarks,docs/benchmarks)
 bench: setup
 	mkdir -p $(RESULTS)
 	$(if $(QUICK),,$(BIN)/kvcdn economics --report docs/economics.md)
 	$(BIN)/kvcdn bench all $(BENCH) $(addprefix --trace ,$(TRACES)) $(if $(QUICK),--quick) --results $(RESULTS); \
-	ended=$$?; $(BIN)/kvcdn bench report $(RESULTS).md --results $(RESULTS) $(if $(QUICK),,--readme README.md) && exit $$ended
+	ended=$$?; $(BIN)/kvcdn bench report $(RESULTS).md --results $(RESULTS) $(if $(QUICK),,--readme README.md --readme docs/codecs.md) && exit $$ended
 
 clean:
 	rm -rf .venv-redbot .venv-lmcache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

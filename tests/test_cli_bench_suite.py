@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kvcdn.cli.bench_page import in_order, machine_words, measured, render
+from kvcdn.cli.bench_page import codecs, in_order, machine_words, measured, render
 from kvcdn.cli.bench_plot import PLOTS
 from kvcdn.cli.bench_suite import BENCHES, benches, load_results
 from kvcdn.cli.bench_targets import judge
@@ -111,6 +111,13 @@ def test_a_machine_is_told_with_its_load(load, words):
     told = {"time": "2026-01-01T00:00Z", "cores": 2, "cpu": "A processor", "kvcdn": "0.1.0", "torch": "2.13.0", **load}
     assert f"2 cores of A processor, kvcdn 0.1.0{words}" in machine_words({"machine": told})
     assert ", a-model, torch 2.13.0; load" in machine_words({"machine": told, "model": "a-model"})
+
+
+def test_the_page_of_codecs_tells_the_kept_result():
+    """`kvcdn bench report --readme docs/codecs.md` would change nothing."""
+    text = (ROOT / "docs" / "codecs.md").read_text("utf-8")
+    assert text == fill(text, {"codecs": lambda: codecs(load_results(RESULTS))})
+    assert all(f"| {name} |" in text for name in ("lossless", "int8", "int4", "tc-high", "tc-medium", "tc-low"))
 
 
 def test_the_readme_tells_the_kept_results():

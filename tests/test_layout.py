@@ -144,9 +144,12 @@ def test_core_loads_codecs_late(path: Path) -> None:
 def test_codecs_only_compute(path: Path) -> None:
     """Codecs take bytes and arrays and give bytes and arrays: numpy and pcodec, no torch, no files, no network.
 
-    What compiles has numba, and asks the system to tell it of forks; what writes instructions has its compiler, too.
+    What compiles has numba, and asks the system to tell it of forks; what writes instructions has its compiler, too;
+    what decodes zstd has zstandard.
     """
-    compiler = {"compiled.py": {"numba", "os"}, "tiles.py": {"llvmlite", "numba"}}.get(path.name, set())
+    instructions = {"llvmlite", "numba"}
+    own = {"compiled.py": {"numba", "os"}, "pages.py": instructions, "tiles.py": instructions, "zstd.py": {"zstandard"}}
+    compiler: set[str] = own.get(path.name, set())
     tops = {module.split(".")[0] for module in imports("kvcdn.codecs", path)} - compiler
     assert set() == tops - {"kvcdn", "numpy", "pcodec", *sys.stdlib_module_names}
     assert set() == tops & {*NETWORK, "os", "io", "pathlib", "shutil", "tempfile"}

@@ -40,13 +40,14 @@ def report(
     page: Annotated[Path, typer.Argument(help="The page to write; plots go beside the results.")] = Path("docs/benchmarks.md"),
     results: Into = Path("docs/benchmarks"),
     readme: Annotated[
-        Path | None, typer.Option(help="Renew the marked part of this document as well, such as README.md.")
+        list[Path] | None,
+        typer.Option(help="Renew the marked part of this document as well, such as README.md; also several times."),
     ] = None,
     *,
     as_json: AsJson = False,
 ) -> None:
     """Make the page of the kept results: tables, targets missed and met, plots. Nothing is measured."""
-    from kvcdn.cli.bench_page import in_order, measured, render  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.cli.bench_page import codecs, in_order, measured, render  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.cli.bench_plot import PLOTS  # noqa: PLC0415
     from kvcdn.cli.bench_suite import load_results  # noqa: PLC0415
     from kvcdn.cli.bench_targets import judge  # noqa: PLC0415
@@ -59,8 +60,9 @@ def report(
             draw(found[name], results / f"{name}.svg")
     try:
         page.write_text(render(found), "utf-8")
-        if readme is not None:
-            readme.write_text(fill(read_text(readme), {"measured": lambda: measured(found)}), "utf-8")
+        for document in readme or ():
+            parts = {"measured": lambda: measured(found), "codecs": lambda: codecs(found)}
+            document.write_text(fill(read_text(document), parts), "utf-8")
     except OSError as error:
         raise UnavailableError(f"cannot write {page}: {error}") from None
     judged = [one for name, result in found.items() for one in judge(name, result)]

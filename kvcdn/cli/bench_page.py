@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvcdn.cli.bench_targets import judge
@@ -342,6 +342,45 @@ def measured(results: Mapping[str, Result]) -> str:
         f" {links['tokens']:,} tokens take {_seconds(row['prefill_s'])} by prefilling, {_seconds(row['fetch_s'])} by fetching,"
         f" and {_seconds(row['auto_s'])} as the client chooses (`kvcdn bench crossover`)."
     )
+
+
+def codecs(results: Mapping[str, Result]) -> str:
+    """What docs/codecs.md tells of the kept result: a row for each precision, its documents side by side."""
+    result = results["codec"]
+    documents = list(dict.fromkeys(row["document"] for row in result["rows"]))
+    grouped: dict[str, dict[str, Result]] = {}
+    for row in result["rows"]:
+        grouped.setdefault(row["codec"], {})[row["document"]] = row
+    rows = []
+    for codec, found in grouped.items():
+        speeds = [row["decode_gbps_per_core"] for row in found.values() if "decode_gbps_per_core" in row]
+        rows.append(
+            [
+                codec,
+                _range([row["ratio"] for row in found.values()]),
+                *(
+                    f"{row['kl'] / row['kl_recompute']:.2f}" if (row := found[name]).get("kl_recompute") else "-"
+                    for name in documents
+                ),
+                _range(speeds) if speeds else "-",
+            ]
+        )
+    basis = max(row.get("basis_bytes", 0) for row in result["rows"])
+    noise = {row["document"]: row["kl_recompute"] for row in result["rows"] if "kl_recompute" in row}
+    nats = ", ".join(f"{noise[name]:.4f}" for name in documents)
+    about = (
+        f"{machine_words(result)} {result['tokens']:,} tokens of each document, medians of {result['runs']}; recomputing on"
+        f" another schedule is {nats} nats from exact. The basis of the transform codec, {size(basis)}, is not counted: it is"
+        " fetched once for a model."
+    )
+    headings = ["codec", "of raw", *(f"{name}, x noise" for name in documents), "decoded, GB/s a core"]
+    return f"{about}\n\n{table(headings, rows)}"
+
+
+def _range(values: Sequence[float]) -> str:
+    """The least and the most, or one number where they look the same."""
+    ends = [f"{end:.2f}" for end in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _sooner(result: Result, name: str) -> str:

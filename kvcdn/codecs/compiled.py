@@ -49,18 +49,18 @@ class Instructions:
     `plain` does the same, for who reads or tests it.
     """
 
-    plain: Callable[..., None]
+    plain: Callable[..., Any]
     build: Callable[[], Any]
 
-    def __call__(self, *arguments: Any) -> None:
-        self.plain(*arguments)
+    def __call__(self, *arguments: Any) -> Any:
+        return self.plain(*arguments)
 
 
 class Loop(Generic[P]):
     """A function that returns nothing, and its machine code where there is one. Thread-safe.
 
     `parameters` are arrays, or numbers by numba's names of their types; `uses` are the functions that it calls, by the names by
-    which it does.
+    which it does, and which may call those before them.
 
     One function may be several loops, each of one signature and under a name of its own: numba's files of a function with
     several signatures can be mixed up when two processes write at once.
@@ -93,10 +93,13 @@ class Loop(Generic[P]):
         # Without fast-math, and with numpy's idea of division: the same bits as numpy.
         options = {"nogil": True, "fastmath": False, "error_model": "numpy"}
         plain = cast("FunctionType", self._function)
-        used = {
-            name: one.build() if isinstance(one, Instructions) else numba.njit(**options)(one)
-            for name, one in self._uses.items()
-        }
+        used: dict[str, Any] = {}
+        for name, one in self._uses.items():
+            if isinstance(one, Instructions):
+                used[name] = one.build()
+            else:
+                helper = cast("FunctionType", one)
+                used[name] = numba.njit(**options)(FunctionType(helper.__code__, {**helper.__globals__, **used}, name))
         function = FunctionType(plain.__code__, {**plain.__globals__, **used}, self.name)
         function.__qualname__ = self.name
         signature = numba.void(*(_numba_type(numba, one) for one in self._parameters))

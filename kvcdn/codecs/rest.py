@@ -7,12 +7,14 @@ on the coarse number's exponent, so that there is a stream for each of the large
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codec import Buffer, Encoded, Rows
-from kvcdn.codecs.symbols import pack_symbols, read_symbols
+from kvcdn.codecs.compiled import Array, Loop
+from kvcdn.codecs.symbols import pack_symbols, read_streams
 from kvcdn.errors import CorruptError
 
 CLASSES = 12
@@ -48,15 +50,54 @@ def decode_rest(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None
     lengths = _LENGTHS.unpack_from(encoded)
     if _LENGTHS.size + sum(lengths) != len(encoded):
         raise CorruptError(f"{what}: a refinement of {len(encoded)} bytes, {_LENGTHS.size + sum(lengths)} belong")
-    coarse = np.frombuffer(rows.coarse, "<u2")
-    places, counts = _by_class(coarse, rows.dtype)
-    ordered, rest = _ordered(coarse), np.empty(len(coarse), np.int16)
-    view, begin, start = memoryview(encoded), _LENGTHS.size, 0
-    for length, count in zip(lengths, counts.tolist(), strict=True):
-        read_symbols(view[begin : begin + length], rest[start : start + count], what)
-        begin, start = begin + length, start + count
+    coarse, exact = np.frombuffer(rows.coarse, "<u2"), np.frombuffer(out, np.uint16)
+    stored, rest = memoryview(encoded)[_LENGTHS.size :], np.empty(len(coarse), np.int16)
+    count, refine = _COUNT.native(), _REFINE.native()
+    if count is not None and refine is not None:
+        counts = np.zeros(CLASSES, np.int64)
+        count(coarse, *_EXPONENTS[rows.dtype], counts)
+        read_streams(stored, lengths, rest, counts.tolist(), what)
+        refine(coarse, rest, counts, *_EXPONENTS[rows.dtype], exact)
+        return
+    places, sizes = _by_class(coarse, rows.dtype)
+    read_streams(stored, lengths, rest, sizes.tolist(), what)
+    ordered = _ordered(coarse)
     ordered[places] += rest.view(np.uint16)
-    np.frombuffer(out, np.uint16)[:] = np.where(ordered & _SIGN, ordered ^ _SIGN, ~ordered)
+    exact[:] = np.where(ordered & _SIGN, ordered ^ _SIGN, ~ordered)
+
+
+def _count(coarse: Patterns, shift: int, mask: int, counts: NDArray[np.int64]) -> None:
+    """How many numbers there are of each class; `counts` are zero before."""
+    found = np.zeros(mask + 1, np.int64)
+    for number in range(len(coarse)):
+        found[np.uintp((coarse[number] >> shift) & mask)] += 1
+    place = -1
+    for exponent in range(mask, -1, -1):
+        if place >= 0 or found[exponent]:
+            place += 1
+            counts[min(place, CLASSES - 1)] += found[exponent]
+
+
+def _refine(
+    coarse: Patterns, rest: NDArray[np.int16], counts: NDArray[np.int64], shift: int, mask: int, exact: Patterns
+) -> None:
+    """Adds to each number what it lacks; `exact` may be `coarse` itself."""
+    top = 0
+    for number in range(len(coarse)):
+        top = max(top, (coarse[number] >> shift) & mask)
+    following = np.cumsum(counts) - counts
+    for number in range(len(coarse)):
+        bits = np.int64(coarse[number])
+        below: Any = min(top - ((bits >> shift) & mask), CLASSES - 1)
+        place = following[np.uintp(below)]
+        following[np.uintp(below)] = place + 1
+        ordered = (0xFFFF - bits if bits & 0x8000 else bits + 0x8000) + rest[np.uintp(place)]
+        exact[number] = ordered & 0x7FFF if ordered & 0x8000 else 0xFFFF - (ordered & 0xFFFF)
+
+
+_COUNT = Loop(_count, (Array("uint16"), "int64", "int64", Array("int64", written=True)))
+
+_REFINE = Loop(_refine, (Array("uint16"), Array("int16"), Array("int64"), "int64", "int64", Array("uint16", written=True)))
 
 
 def _ordered(patterns: Patterns) -> Patterns:

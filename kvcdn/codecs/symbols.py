@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from pcodec import ChunkConfig, DeltaSpec, ModeSpec
 from pcodec.wrapped import FileCompressor, FileDecompressor
 
 from kvcdn.codec import Buffer
+from kvcdn.codecs.pages import DECODE
 from kvcdn.errors import CorruptError
 
 Symbols = NDArray[np.int16]
@@ -38,11 +40,18 @@ def pack_symbols(symbols: Symbols) -> bytes:
     return b"".join((_VERSION, compressor.write_meta(), compressor.write_page(0)))
 
 
-def unpack_symbols(stream: Buffer, count: int, what: str) -> Symbols:
-    """The `count` symbols of a stream. Raises CorruptError."""
-    symbols = np.empty(count, np.int16)
-    read_symbols(stream, symbols, what)
-    return symbols
+def read_streams(stored: Buffer, lengths: Sequence[int], symbols: Symbols, counts: Sequence[int], what: str) -> None:
+    """Fills `symbols` from streams of so many bytes and symbols each, one behind another. Raises CorruptError."""
+    done = np.zeros(len(counts), np.uint8)
+    decode = DECODE.native()
+    if decode is not None:
+        sizes = np.array((lengths, counts), np.int64)
+        decode(np.frombuffer(stored, np.uint8), sizes[0], sizes[1], symbols, done)
+    view, start, begin = memoryview(stored), 0, 0
+    for length, count, is_done in zip(lengths, counts, done.tolist(), strict=True):
+        if not is_done:
+            read_symbols(view[start : start + length], symbols[begin : begin + count], what)
+        start, begin = start + length, begin + count
 
 
 def read_symbols(stream: Buffer, symbols: Symbols, what: str) -> None:

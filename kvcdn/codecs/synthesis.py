@@ -31,6 +31,9 @@ CHUNK = 16
 _NEVER = -1_000
 """The level of a column that nothing is stored of."""
 
+_POWERS = np.exp2(np.arange(-MOST_EXPONENT, MOST_EXPONENT + 1, dtype=np.float32))
+"""Of two, for each exponent."""
+
 Places = NDArray[np.int64]
 
 
@@ -200,7 +203,7 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
     exponents: Symbols,
     levels: Symbols,
     matrices: NDArray[np.int8],
-    factors: Floats,
+    step: float,
     scales: Floats,
     mean: Floats,
     cosines: Floats,
@@ -210,11 +213,12 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
 ) -> None:
     """Rounds the numbers of `symbols`, class by class with `CHUNK` more behind, into `out` [tokens, heads x dim].
 
-    `factors` are step x 2^E of every exponent; `mean` is [heads, dim]; `cosines` and `sines` are [tokens, pairs], of no pairs
-    where nothing turns. Exponents and levels are in range.
+    Rows are multiples of `step` x 2^E of their exponents; `mean` is [heads, dim]; `cosines` and `sines` are [tokens, pairs],
+    of no pairs where nothing turns. Exponents and levels are in range.
     """
     groups, width, _ = matrices.shape
     tokens, columns = out.shape
+    factors = np.float32(step) * _POWERS
     many, wide = np.zeros(EXPONENTS, np.int64), np.zeros(LEVELS, np.int64)
     _count(exponents, -MOST_EXPONENT, many)
     _count(levels, LEAST_LEVEL, wide)
@@ -267,7 +271,7 @@ def _restore_loop(dtype: str) -> Loop[Any]:
     target = Array(NATIVE_DTYPES[dtype], 2, written=True)
     return Loop(
         _restore,
-        (flat, flat, flat, Array("int8", 3), numbers, numbers, Array("float32", 2), angles, angles, "int64", target),
+        (flat, flat, flat, Array("int8", 3), "float32", numbers, Array("float32", 2), angles, angles, "int64", target),
         {
             "_count": _count,
             "_find_starts": _find_starts,

@@ -20,13 +20,12 @@ from kvcdn.codecs.classes import (
     LEAST_CLASS,
     LEAST_LEVEL,
     MOST_CLASS,
-    MOST_EXPONENT,
     MOST_LEVEL,
     in_range,
     rectangles,
 )
 from kvcdn.codecs.numbers import NATIVE_DTYPES, Floats, to_float32, write_rounded
-from kvcdn.codecs.symbols import Symbols, pack_symbols, read_symbols, unpack_symbols
+from kvcdn.codecs.symbols import Symbols, pack_symbols, read_streams
 from kvcdn.codecs.synthesis import CHUNK, MEASURE, RESTORE
 from kvcdn.errors import CorruptError
 
@@ -34,8 +33,6 @@ _HEADER = struct.Struct("<HHf")
 """Exact rows in front, classes, step."""
 
 _LENGTH = struct.Struct("<I")
-
-_POWERS = np.exp2(np.arange(-MOST_EXPONENT, MOST_EXPONENT + 1, dtype=np.float32))
 
 _NO_ANGLES = np.empty(0, np.float32)
 """Of a tensor that does not turn."""
@@ -87,8 +84,8 @@ def decode_transform(encoded: Buffer, rows: Rows, out: memoryview, what: str) ->
     out[: len(payload.exact)] = payload.exact
     middle = tokens - payload.lead
     width = heads * dim
-    exponents = payload.stream(0, middle)
-    levels = payload.stream(1, width)
+    sides = payload.symbols(0, (middle, width))
+    exponents, levels = sides[:middle], sides[middle:]
     target = out[len(payload.exact) :]
     if _restored(payload, rows, exponents, levels, target):
         return
@@ -118,17 +115,15 @@ def _restored(payload: _Payload, rows: Rows, exponents: Symbols, levels: Symbols
     measure(exponents, levels, sizes)
     if sizes[0] < 0:
         raise payload.out_of_range()
-    symbols = payload.symbols([size for size in sizes.tolist() if size], CHUNK)
+    symbols = payload.classes([size for size in sizes.tolist() if size], CHUNK)
     basis, middle = rows.basis, len(exponents)
     angles = basis.rope.angles(rows.start + payload.lead, middle) if basis.rope else (_NO_ANGLES, _NO_ANGLES)
-    with np.errstate(over="ignore"):
-        factors = np.float32(payload.step) * _POWERS
     restore(
         symbols,
         exponents,
         levels,
         basis.matrices,
-        factors,
+        payload.step,
         basis.scales,
         basis.mean,
         *(one.reshape(middle, one.size // max(middle, 1)) for one in angles),
@@ -156,37 +151,27 @@ class _Payload:
         lengths = [length for (length,) in _LENGTH.iter_unpack(view[start:lengths_end])]
         if lengths_end + sum(lengths) != len(encoded):
             raise CorruptError(f"{what}: the components' step, or their sizes, are not possible")
-        self._streams = []
-        for length in lengths:
-            self._streams.append(view[lengths_end : lengths_end + length])
-            lengths_end += length
+        self._lengths = lengths
+        self._stored = view[lengths_end:]
 
-    @property
-    def classes(self) -> int:
-        """Streams of symbols."""
-        return len(self._streams) - 2
-
-    def stream(self, index: int, count: int) -> NDArray[np.int16]:
-        """The `count` integers of a stream: exponents, levels, then the classes."""
-        return unpack_symbols(self._streams[index], count, self._what)
-
-    def symbols(self, sizes: Sequence[int], more: int) -> Symbols:
-        """Those of all classes, of so many symbols each; room for `more` behind them."""
-        self.require_classes(len(sizes))
+    def symbols(self, first: int, sizes: Sequence[int], more: int = 0) -> Symbols:
+        """Those of streams from the `first` on, of so many each; zeros for `more` behind them."""
         joined = np.empty(sum(sizes) + more, np.int16)
-        start = 0
-        for index, size in enumerate(sizes):
-            read_symbols(self._streams[2 + index], joined[start : start + size], self._what)
-            start += size
-        joined[start:] = 0
+        joined[len(joined) - more :] = 0
+        begin, lengths = sum(self._lengths[:first]), self._lengths[first : first + len(sizes)]
+        stored = self._stored[begin : begin + sum(lengths)]
+        read_streams(stored, lengths, joined[: len(joined) - more], sizes, self._what)
         return joined
+
+    def classes(self, sizes: Sequence[int], more: int = 0) -> Symbols:
+        """Those of all classes, of so many symbols each; zeros for `more` behind them."""
+        count = len(self._lengths) - 2
+        if len(sizes) != count:
+            raise CorruptError(f"{self._what}: {count} classes of symbols, {len(sizes)} belong")
+        return self.symbols(2, sizes, more)
 
     def out_of_range(self) -> CorruptError:
         return CorruptError(f"{self._what}: a level or an exponent is out of range")
-
-    def require_classes(self, count: int) -> None:
-        if count != self.classes:
-            raise CorruptError(f"{self._what}: {self.classes} classes of symbols, {count} belong")
 
 
 def _classes(levels: NDArray[np.int16], exponents: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -206,17 +191,15 @@ def _join(payload: _Payload, levels: NDArray[np.int16], sorted_exponents: NDArra
     """Symbols [tokens by exponent, components by level] that are stored, as float32, and which components they are."""
     columns = np.argsort(levels, kind="stable")
     found = rectangles(levels[columns], sorted_exponents)
-    payload.require_classes(len(found))
+    sizes = [sum((rows.stop - rows.start) * (cols.stop - cols.start) for rows, cols in places) for places in found.values()]
+    stored = payload.classes(sizes)
     used = min((place[1].start for places in found.values() for place in places), default=len(columns))
     symbols = np.zeros((len(sorted_exponents), len(columns) - used), np.float32)
-    for index, places in enumerate(found.values()):
-        sizes = [(rows.stop - rows.start) * (cols.stop - cols.start) for rows, cols in places]
-        stream = payload.stream(2 + index, sum(sizes))
-        start = 0
-        for (rows, cols), size in zip(places, sizes, strict=True):
-            target = symbols[rows, cols.start - used : cols.stop - used]
-            target[...] = stream[start : start + size].reshape(target.shape)
-            start += size
+    start = 0
+    for rows, cols in (place for places in found.values() for place in places):
+        target = symbols[rows, cols.start - used : cols.stop - used]
+        target[...] = stored[start : start + target.size].reshape(target.shape)
+        start += target.size
     return symbols, columns[used:]
 
 

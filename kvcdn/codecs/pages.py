@@ -1,0 +1,325 @@
+"""Pages: pcodec's streams of 16-bit integers, as a compiled loop that decodes two at once (FORMAT.md 4.5).
+
+What a symbol's bits are hangs on the symbols before it, so that a processor that decodes one stream waits most of the time.
+Streams that are usual and end as they should are decoded here; of all others nothing is said: pcodec itself decodes them, or
+says what is wrong with them.
+
+Nothing is read farther behind the data than `MARGIN_BYTES`: where a stream stands is looked at after every batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcdn.codecs.compiled import Array, Instructions, Loop
+
+BYTE_BITS = 8
+
+VERSION, VERSION_BYTES = 0x0104, 2
+"""What a stream begins with, its least byte first. One byte behind it says that numbers are as they are."""
+
+BATCH = 256
+"""Symbols of which first all bins are stored, then all offsets."""
+
+_MOST_LOG = 12
+"""Of the states of a table; pcodec has at most 14, and needs no more than this for such alphabets."""
+
+_MOST_OFFSET = 16
+_NARROW = 14
+"""Four numbers of so many bits are in any 57."""
+
+MARGIN_BYTES = BATCH * (_MOST_LOG + _MOST_OFFSET) // 8 + 16
+"""A batch, and what is read at once."""
+
+_WHICH, _LEFT, _TARGET, _PLACE, _END, _WIDEST, _STATES = range(7)
+"""Of a lane: its stream or -1, symbols left, where they go, where it stands in bits, its end, the most bits of an offset,
+and the first of four states."""
+
+_ONE, _TWO, _THREE, _BITS, _NEXT = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(63), np.uint64(48)
+_TOP, _LEAST = np.uint64(63), np.uint64(56)
+"""Bits of a word that are counted at most, and at least when it is full: whole bytes are added."""
+
+_LOGARITHMS = np.array([max(number, 1).bit_length() - 1 for number in range(2 << _MOST_LOG)], np.uint8)
+"""Of two, rounded down."""
+
+_BATCH, _TABLE = np.uint64(BATCH), np.uint64(1 << _MOST_LOG)
+
+Bytes = NDArray[np.uint8]
+Nodes = NDArray[np.uint64]
+Numbers = NDArray[np.int16]
+Places = NDArray[np.int64]
+
+
+def _read_word(data: Bytes, place: int) -> np.uint64:
+    """Eight bytes, at any address, as a number: the least first."""
+    return np.uint64(data[int(place) : int(place) + 8].view("<u8")[0])
+
+
+def _build() -> Any:
+    """`_read_word` for numba. Raises RuntimeError, when it is compiled, where numbers begin with their largest byte."""
+    from llvmlite import ir  # noqa: PLC0415 - as in kvcdn.codecs.compiled
+    from numba import types  # noqa: PLC0415
+    from numba.extending import intrinsic  # noqa: PLC0415
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if sys.byteorder != "little":
+            raise RuntimeError("this processor's numbers begin with their largest byte")
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        place = builder.add(builder.ptrtoint(data, arguments[1].type), arguments[1])
+        return builder.load(builder.inttoptr(place, ir.IntType(64).as_pointer()), align=1)
+
+    def read(_: Any, data: Any, place: Any) -> Any:
+        return types.uint64(data, place), generate
+
+    return intrinsic(read)
+
+
+read_word = Instructions(_read_word, _build)
+
+
+def _take_bits(data: Bytes, place: Any, count: Any) -> Any:
+    """The `count` bits, at most 57, from bit `place` on."""
+    return np.int64((read_word(data, place >> 3) >> np.uint64(place & 7)) & ((_ONE << np.uint64(count)) - _ONE))
+
+
+def _fill_table(data: Bytes, place: int, log: int, bins: int, nodes: Nodes) -> int:
+    """Makes the table of 2^`log` states from the `bins` that begin at bit `place`; the widest offset, -1 for impossible ones.
+
+    A node has the state that follows but for the bits that are read, a bin's lower bound, the offset's bits, and how many bits
+    are read: from bits 48, 16, 8 and 0 on.
+    """
+    size = 1 << log
+    owners, owned = np.empty(size, np.int16), np.empty(bins, np.int64)
+    following = np.empty(bins, np.int64)
+    stride = (3 * size // 5) | 1
+    state = total = widest = 0
+    for number in range(bins):
+        weight = _take_bits(data, place, log) + 1
+        lower = _take_bits(data, place + log, 16) ^ 0x8000
+        offset = _take_bits(data, place + log + 16, 5)
+        place += log + 21
+        total += weight
+        if total > size or offset > _MOST_OFFSET:
+            return -1
+        widest = max(widest, offset)
+        owned[number] = (lower << 16) | (offset << 8)
+        following[number] = weight
+        for _ in range(weight):
+            owners[np.uintp(state)] = number
+            state = (state + stride) & (size - 1)
+    if total != size:
+        return -1
+    for number in range(size):
+        owner = np.uintp(owners[number])
+        count = following[owner]
+        bits = log - np.int64(_LOGARITHMS[np.uintp(count)])
+        nodes[number] = owned[owner] | ((count << bits) - size) << 48 | bits
+        following[owner] = count + 1
+    return widest
+
+
+def _open_stream(data: Bytes, begin: int, end: int, lane: Places, nodes: Nodes) -> bool:
+    """Makes a lane ready for a stream; False for one that is not usual."""
+    if end - begin < VERSION_BYTES + 1 or _take_bits(data, BYTE_BITS * begin, BYTE_BITS * (VERSION_BYTES + 1)) != VERSION:
+        return False
+    place = 8 * (begin + VERSION_BYTES + 1)
+    log, bins = _take_bits(data, place, 4), _take_bits(data, place + 4, 15)
+    if log > _MOST_LOG or not 0 < bins <= 1 << log or (bins == 1 and log):
+        return False
+    states = place + 19 + bins * (log + 21)
+    page = (states + 7) // 8 * 8
+    behind = (page + 4 * log + 7) // 8 * 8
+    if behind > 8 * end or _take_bits(data, states, page - states):
+        return False
+    if _take_bits(data, page + 4 * log, behind - page - 4 * log):
+        return False
+    lane[_PLACE], lane[_END] = behind, 8 * end
+    lane[_WIDEST] = _fill_table(data, place + 19, log, bins, nodes)
+    for number in range(4):
+        lane[_STATES + number] = _take_bits(data, page + number * log, log)
+    return bool(lane[_WIDEST] >= 0)
+
+
+def _take(node: np.uint64, word: np.uint64) -> np.uint64:
+    """The state that follows a node, as what is read says."""
+    return (node >> _NEXT) + (word & ((_ONE << (node & _BITS)) - _ONE))
+
+
+def _read_both(data: Bytes, lanes: Places, nodes: Nodes, found: Nodes) -> None:
+    """The nodes of a batch of each of the two lanes.
+
+    What was read ahead is kept in a word of each lane, with how many bits of it are counted: what is read next goes on top.
+    """
+    one, two = lanes[0], lanes[1]
+    place, beside = one[_PLACE], two[_PLACE]
+    word, twin = read_word(data, place >> 3) >> np.uint64(place & 7), read_word(data, beside >> 3) >> np.uint64(beside & 7)
+    held, kept = np.uint64(56 - (place & 7)), np.uint64(56 - (beside & 7))
+    behind, after = np.uint64((place >> 3) + 7), np.uint64((beside >> 3) + 7)
+    states = lanes[:, _STATES:].astype(np.uint64)
+    a, b, c, d = states[0, 0], states[0, 1], states[0, 2], states[0, 3]
+    e, f, g, h = states[1, 0], states[1, 1], states[1, 2], states[1, 3]
+    for number in range(0, BATCH, 4):
+        at = np.uint64(number)
+        word |= read_word(data, behind) << held
+        behind += (_TOP - held) >> _THREE
+        held |= _LEAST
+        first, second, third, fourth = nodes[a], nodes[b], nodes[c], nodes[d]
+        a = _take(first, word)
+        word >>= first & _BITS
+        b = _take(second, word)
+        word >>= second & _BITS
+        c = _take(third, word)
+        word >>= third & _BITS
+        d = _take(fourth, word)
+        word >>= fourth & _BITS
+        held -= (first + second + third + fourth) & _BITS
+        found[at], found[at + _ONE], found[at + _TWO], found[at + _THREE] = first, second, third, fourth
+        twin |= read_word(data, after) << kept
+        after += (_TOP - kept) >> _THREE
+        kept |= _LEAST
+        first, second, third, fourth = nodes[e + _TABLE], nodes[f + _TABLE], nodes[g + _TABLE], nodes[h + _TABLE]
+        e = _take(first, twin)
+        twin >>= first & _BITS
+        f = _take(second, twin)
+        twin >>= second & _BITS
+        g = _take(third, twin)
+        twin >>= third & _BITS
+        h = _take(fourth, twin)
+        twin >>= fourth & _BITS
+        kept -= (first + second + third + fourth) & _BITS
+        at += _BATCH
+        found[at], found[at + _ONE], found[at + _TWO], found[at + _THREE] = first, second, third, fourth
+    one[_PLACE], two[_PLACE] = 8 * np.int64(behind) - np.int64(held), 8 * np.int64(after) - np.int64(kept)
+    one[_STATES], one[_STATES + 1], one[_STATES + 2], one[_STATES + 3] = a, b, c, d
+    two[_STATES], two[_STATES + 1], two[_STATES + 2], two[_STATES + 3] = e, f, g, h
+
+
+def _read_one(data: Bytes, lane: Places, nodes: Nodes, found: Nodes, count: int) -> None:
+    """The nodes of a batch of `count` of one lane: of fewer than a whole one only at the end of a stream."""
+    place = lane[_PLACE]
+    states = lane[_STATES:].astype(np.uint64)
+    a, b, c, d = states[0], states[1], states[2], states[3]
+    for number in range(count):
+        node = nodes[a]
+        a, b, c, d = b, c, d, _take(node, read_word(data, place >> 3) >> np.uint64(place & 7))
+        found[np.uint64(number)] = node
+        place += np.int64(node & _BITS)
+    lane[_PLACE] = place
+    lane[_STATES], lane[_STATES + 1], lane[_STATES + 2], lane[_STATES + 3] = a, b, c, d
+
+
+def _complete(data: Bytes, lane: Places, lowers: Numbers, widths: Bytes, symbols: Numbers, count: int) -> bool:
+    """Adds to the bounds of the next `count` symbols' bins what they are above them; False where the stream has ended before.
+
+    `lowers` and `widths` are the nodes, in pieces of two bytes and of one.
+    """
+    place, target, done = lane[_PLACE], lane[_TARGET], 0
+    if lane[_WIDEST] == 0:
+        done = count
+        for number in range(count):
+            symbols[np.uintp(target + number)] = lowers[np.uintp(4 * number + 1)]
+    elif lane[_WIDEST] <= _NARROW:
+        done = count // 4 * 4
+        for number in range(0, done, 4):
+            word = read_word(data, place >> 3) >> np.uint64(place & 7)
+            for at in range(number, number + 4):
+                width = np.uint64(widths[np.uintp(8 * at + 1)])
+                symbols[np.uintp(target + at)] = lowers[np.uintp(4 * at + 1)] + np.int64(word & ((_ONE << width) - _ONE))
+                word >>= width
+                place += np.int64(width)
+    for number in range(done, count):
+        size = np.int64(widths[np.uintp(8 * number + 1)])
+        symbols[np.uintp(target + number)] = lowers[np.uintp(4 * number + 1)] + _take_bits(data, place, size)
+        place += size
+    lane[_PLACE] = place
+    lane[_LEFT] -= count
+    lane[_TARGET] += count
+    return bool(place <= lane[_END])
+
+
+def _close_stream(data: Bytes, lane: Places, sound: Bytes) -> None:
+    """Says of a stream that is read whether it ends within its last byte, and with zeros."""
+    place, left = lane[_PLACE], lane[_END] - lane[_PLACE]
+    sound[lane[_WHICH]] = lane[_LEFT] == 0 and 0 <= left < BYTE_BITS and _take_bits(data, place, left) == 0
+    lane[_WHICH] = -1
+
+
+def _choose(counts: Places, taken: Bytes) -> int:
+    """The longest stream that is not taken yet, -1 for none; it is taken then."""
+    best = -1
+    for stream in range(len(counts)):
+        if not taken[stream] and (best < 0 or counts[stream] > counts[best]):
+            best = stream
+    if best >= 0:
+        taken[best] = 1
+    return best
+
+
+def _find_work(data: Bytes, lengths: Places, counts: Places, lane: Places, nodes: Nodes, taken: Bytes) -> None:
+    """Makes an idle lane ready for the next stream that is usual, if there is one."""
+    while lane[_WHICH] < 0:
+        stream = _choose(counts, taken)
+        if stream < 0 or not counts[stream]:
+            return
+        begin, end = lengths[:stream].sum(), lengths[: stream + 1].sum()
+        if _open_stream(data, begin, end, lane, nodes):
+            lane[_WHICH], lane[_LEFT], lane[_TARGET] = stream, counts[stream], counts[:stream].sum()
+
+
+def _decode(stored: Bytes, lengths: Places, counts: Places, symbols: Numbers, sound: Bytes) -> None:
+    """Decodes streams that follow each other, each of so many bytes and symbols.
+
+    `sound`, 0 before, tells which are done. Streams of no symbols are not looked at.
+    """
+    data = np.empty(len(stored) + MARGIN_BYTES, np.uint8)
+    data[: len(stored)], data[len(stored) :] = stored, 0
+    lanes, nodes = np.zeros((2, _STATES + 4), np.int64), np.empty(2 << _MOST_LOG, np.uint64)
+    found, taken = np.empty(2 * BATCH, np.uint64), np.zeros(len(counts), np.uint8)
+    lowers, widths = found.view(np.int16), found.view(np.uint8)
+    lanes[:, _WHICH] = -1
+    while True:
+        for side in range(2):
+            _find_work(data, lengths, counts, lanes[side], nodes[side << _MOST_LOG :], taken)
+        near, far = lanes[0, _WHICH] >= 0, lanes[1, _WHICH] >= 0
+        if not near and not far:
+            return
+        both = going = near and far
+        while going and min(lanes[0, _LEFT], lanes[1, _LEFT]) >= BATCH:
+            _read_both(data, lanes, nodes, found)
+            for side in range(2):
+                bounds, offsets = lowers[4 * BATCH * side :], widths[8 * BATCH * side :]
+                going &= _complete(data, lanes[side], bounds, offsets, symbols, BATCH)
+        for side in range(2):
+            lane = lanes[side]
+            if lane[_WHICH] < 0 or (both and going and lane[_LEFT] >= BATCH):
+                continue
+            going = lane[_PLACE] <= lane[_END]
+            while going and lane[_LEFT]:
+                count = min(lane[_LEFT], BATCH)
+                _read_one(data, lane, nodes[side << _MOST_LOG :], found, count)
+                going = _complete(data, lane, lowers, widths, symbols, count)
+            _close_stream(data, lane, sound)
+
+
+DECODE = Loop(
+    _decode,
+    (Array("uint8"), Array("int64"), Array("int64"), Array("int16", written=True), Array("uint8", written=True)),
+    {
+        "read_word": read_word,
+        "_take_bits": _take_bits,
+        "_fill_table": _fill_table,
+        "_open_stream": _open_stream,
+        "_take": _take,
+        "_read_both": _read_both,
+        "_read_one": _read_one,
+        "_complete": _complete,
+        "_close_stream": _close_stream,
+        "_choose": _choose,
+        "_find_work": _find_work,
+    },
+)
+"""Which streams are done, and their symbols. Each of `uses` may call those before it."""
