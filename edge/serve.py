@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import logging
 import os
 import resource
 import signal
-import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiohttp import web
-
-from kvcdn.access import listening
+from kvcdn.access import listening as access
 from kvcdn.access.guard import read_token
-from kvcdn.access.listening import ListenAddress
 from kvcdn.edge.access import AccessLogger, access_log
 from kvcdn.edge.administration import Administration
 from kvcdn.edge.admission import Admission
@@ -32,6 +27,7 @@ from kvcdn.edge.fetch import Fetcher
 from kvcdn.edge.front import Answering, FrontedServer
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.hops import Hops
+from kvcdn.edge.listening import listening
 from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origin, Origins
@@ -52,7 +48,7 @@ from kvcdn.edge.tracing import Tracing, open_tracing, require_tracing
 from kvcdn.edge.traffic import Traffic
 from kvcdn.edge.usage import EdgeUsage
 from kvcdn.edge.warm import Warming
-from kvcdn.errors import KvcdnError, UnavailableError, UsageError
+from kvcdn.errors import KvcdnError, UsageError
 from kvcdn.signing import TrustList
 from kvcdn.store import BlobStore
 from kvcdn.stores import open_store
@@ -60,13 +56,8 @@ from kvcdn.stores import open_store
 LINGERING_SECONDS = 1.0
 """How long a refused request's body is still read, so that the client sees the answer before the connection ends."""
 
-BACKLOG = 1024
-
 SWITCH_SECONDS = 0.001
 """How long a thread that fills may keep the interpreter while the loop has something to send. Python's own 5 ms are felt."""
-
-SOCKET_MODE = 0o660
-"""Who may reach a Unix socket: the edge's user and group, such as a proxy's."""
 
 log = logging.getLogger("kvcdn.edge")
 
@@ -239,10 +230,14 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
             if tracing is not None:
                 stack.push_async_callback(in_thread, tracing.close)
             stack.push_async_callback(fetcher.stop)
-            url = admin_url = await stack.enter_async_context(_listening(settings, settings.address, front, tls))
+            url = admin_url = await stack.enter_async_context(
+                listening(settings.address, front, tls, settings.shutdown_seconds)
+            )
             if settings.admin_address is not None:
                 admin = _server(settings, on_its_trail(edge.handle_admin, hops, tracing), log_answers, _nothing)
-                admin_url = await stack.enter_async_context(_listening(settings, settings.admin_address, admin, tls))
+                admin_url = await stack.enter_async_context(
+                    listening(settings.admin_address, admin, tls, settings.shutdown_seconds)
+                )
             scrub = Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second)
             for part in (recall, warming, watch, scrub, status):
                 await stack.enter_async_context(part.running())
@@ -277,21 +272,6 @@ async def _keeping_accounts(admission: Admission) -> AsyncIterator[None]:
         admission.remember()
 
 
-@contextlib.asynccontextmanager
-async def _listening(
-    settings: EdgeSettings, address: ListenAddress, server: web.Server, tls: ssl.SSLContext | None
-) -> AsyncIterator[str]:
-    """Answers at `address` while it lasts; its URL. Running responses are finished before the end."""
-    runner = web.ServerRunner(server, shutdown_timeout=settings.shutdown_seconds)
-    await runner.setup()
-    try:
-        yield await _listen(address, runner, tls)
-    finally:
-        await runner.cleanup()
-        if address.socket is not None:
-            address.socket.unlink(missing_ok=True)
-
-
 def _server(settings: EdgeSettings, handle: Handler, log_answers: LoggerMaker, answer: Answering) -> FrontedServer:
     return FrontedServer(
         handle,
@@ -315,34 +295,9 @@ def _nothing(data: bytes, *, files: bool) -> None:
     """No express: administration is not asked for often."""
 
 
-async def _listen(address: ListenAddress, runner: web.ServerRunner, tls: ssl.SSLContext | None) -> str:
-    try:
-        if address.socket is not None:
-            await _listen_locally(address.socket, runner, tls)
-            return str(address)
-        await web.TCPSite(runner, address.host, address.port, backlog=BACKLOG, ssl_context=tls).start()
-    except OSError as error:
-        raise UnavailableError(
-            f"cannot listen on {address}: {error.strerror}", hint="name a free port with listen, or 0 for any"
-        ) from None
-    return address.url(runner.addresses[0][1], "http" if tls is None else "https")
-
-
-async def _listen_locally(path: Path, runner: web.ServerRunner, tls: ssl.SSLContext | None) -> None:
-    """Raises OSError where somebody answers at `path` already; what a dead edge left there is replaced."""
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe,
-        contextlib.suppress(FileNotFoundError, ConnectionRefusedError),
-    ):
-        probe.connect(str(path))
-        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-    await web.UnixSite(runner, path, backlog=BACKLOG, ssl_context=tls).start()
-    path.chmod(SOCKET_MODE)  # noqa: ASYNC240 - once, before anybody waits
-
-
 def tls_context(settings: EdgeSettings) -> ssl.SSLContext | None:
     """What HTTPS needs; None where the settings say HTTP. Raises UsageError."""
-    return listening.tls_context(settings.tls_cert, settings.tls_key)
+    return access.tls_context(settings.tls_cert, settings.tls_key)
 
 
 def trust_list(path: Path | None) -> TrustList | None:
