@@ -39,9 +39,8 @@ _WHICH, _LEFT, _TARGET, _PLACE, _END, _WIDEST, _STATES = range(7)
 """Of a lane: its stream or -1, symbols left, where they go, where it stands in bits, its end, the most bits of an offset,
 and the first of four states."""
 
-_ONE, _TWO, _THREE, _BITS, _NEXT = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(63), np.uint64(48)
-_TOP, _LEAST = np.uint64(63), np.uint64(56)
-"""Bits of a word that are counted at most, and at least when it is full: whole bytes are added."""
+_ONE, _TWO, _THREE, _BITS, _NEXT = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(0xFF), np.uint64(48)
+_SEVEN = np.uint64(7)
 
 _LOGARITHMS = np.array([max(number, 1).bit_length() - 1 for number in range(2 << _MOST_LOG)], np.uint8)
 """Of two, rounded down."""
@@ -150,23 +149,15 @@ def _take(node: np.uint64, word: np.uint64) -> np.uint64:
 
 
 def _read_both(data: Bytes, lanes: Places, nodes: Nodes, found: Nodes) -> None:
-    """The nodes of a batch of each of the two lanes.
-
-    What was read ahead is kept in a word of each lane, with how many bits of it are counted: what is read next goes on top.
-    """
+    """The nodes of a batch of each of the two lanes."""
     one, two = lanes[0], lanes[1]
-    place, beside = one[_PLACE], two[_PLACE]
-    word, twin = read_word(data, place >> 3) >> np.uint64(place & 7), read_word(data, beside >> 3) >> np.uint64(beside & 7)
-    held, kept = np.uint64(56 - (place & 7)), np.uint64(56 - (beside & 7))
-    behind, after = np.uint64((place >> 3) + 7), np.uint64((beside >> 3) + 7)
+    place, beside = np.uint64(one[_PLACE]), np.uint64(two[_PLACE])
     states = lanes[:, _STATES:].astype(np.uint64)
     a, b, c, d = states[0, 0], states[0, 1], states[0, 2], states[0, 3]
     e, f, g, h = states[1, 0], states[1, 1], states[1, 2], states[1, 3]
     for number in range(0, BATCH, 4):
         at = np.uint64(number)
-        word |= read_word(data, behind) << held
-        behind += (_TOP - held) >> _THREE
-        held |= _LEAST
+        word = read_word(data, place >> _THREE) >> (place & _SEVEN)
         first, second, third, fourth = nodes[a], nodes[b], nodes[c], nodes[d]
         a = _take(first, word)
         word >>= first & _BITS
@@ -176,11 +167,9 @@ def _read_both(data: Bytes, lanes: Places, nodes: Nodes, found: Nodes) -> None:
         word >>= third & _BITS
         d = _take(fourth, word)
         word >>= fourth & _BITS
-        held -= (first + second + third + fourth) & _BITS
+        place += (first + second + third + fourth) & _BITS
         found[at], found[at + _ONE], found[at + _TWO], found[at + _THREE] = first, second, third, fourth
-        twin |= read_word(data, after) << kept
-        after += (_TOP - kept) >> _THREE
-        kept |= _LEAST
+        twin = read_word(data, beside >> _THREE) >> (beside & _SEVEN)
         first, second, third, fourth = nodes[e + _TABLE], nodes[f + _TABLE], nodes[g + _TABLE], nodes[h + _TABLE]
         e = _take(first, twin)
         twin >>= first & _BITS
@@ -190,10 +179,10 @@ def _read_both(data: Bytes, lanes: Places, nodes: Nodes, found: Nodes) -> None:
         twin >>= third & _BITS
         h = _take(fourth, twin)
         twin >>= fourth & _BITS
-        kept -= (first + second + third + fourth) & _BITS
+        beside += (first + second + third + fourth) & _BITS
         at += _BATCH
         found[at], found[at + _ONE], found[at + _TWO], found[at + _THREE] = first, second, third, fourth
-    one[_PLACE], two[_PLACE] = 8 * np.int64(behind) - np.int64(held), 8 * np.int64(after) - np.int64(kept)
+    one[_PLACE], two[_PLACE] = place, beside
     one[_STATES], one[_STATES + 1], one[_STATES + 2], one[_STATES + 3] = a, b, c, d
     two[_STATES], two[_STATES + 1], two[_STATES + 2], two[_STATES + 3] = e, f, g, h
 
