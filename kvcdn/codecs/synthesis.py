@@ -20,13 +20,10 @@ from kvcdn.codecs.classes import EXPONENTS, LEAST_APART, LEAST_LEVEL, LEVELS, MO
 from kvcdn.codecs.compiled import Array, Loop
 from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats
 from kvcdn.codecs.symbols import Symbols
-from kvcdn.codecs.tiles import ABREAST, TILE, Ints, multiply_tile
+from kvcdn.codecs.tiles import ABREAST, CHUNK, TILE, Ints, copy_chunk, multiply_tile
 
 _LINES = 32
 """Tokens at a time: a tile of the basis, and all that is at hand of these, stay in the first cache."""
-
-CHUNK = 16
-"""Symbols that are copied at once: as many more must be readable behind the last."""
 
 _NEVER = -1_000
 """The level of a column that nothing is stored of."""
@@ -150,12 +147,7 @@ def _fill_lines(symbols: Symbols, runs: Places, starts: Places, wide: Places, ex
         source, step = starts[level] + before, wide[level]
         for line in range(len(lines)):
             for chunk in range(0, size, CHUNK):
-                left, right = (
-                    lines[line, place + chunk : place + chunk + CHUNK],
-                    symbols[source + chunk : source + chunk + CHUNK],
-                )
-                for one in range(CHUNK):
-                    left[one] = right[one]
+                copy_chunk(symbols, source + chunk, lines, line, place + chunk)
             source += step
 
 
@@ -277,6 +269,7 @@ def _restore_loop(dtype: str) -> Loop[Any]:
             "_find_starts": _find_starts,
             "_sort_tokens": _sort_tokens,
             "_arrange": _arrange,
+            "copy_chunk": copy_chunk,
             "_fill_lines": _fill_lines,
             "_list_pairs": _list_pairs,
             "multiply_tile": multiply_tile,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codecs.compiled import Instructions
+from kvcdn.codecs.symbols import Symbols
 
 ABREAST = 4
 """Rows of a tile: with as many columns as below, its sums fill half of the registers."""
@@ -123,3 +124,42 @@ def _emit(builder: Any, kind: tuple[int, str, int], count: Any, addresses: list[
 
 
 multiply_tile = Instructions(_multiply_tile, _build)
+
+
+CHUNK = 16
+"""Symbols that are copied at once."""
+
+
+def _copy_chunk(symbols: Symbols, source: int, lines: Symbols, line: int, place: int) -> None:
+    """Copies a chunk of `symbols` from `source` on into the row `line` of `lines`, from `place` on."""
+    lines[line, place : place + CHUNK] = symbols[source : source + CHUNK]
+
+
+def _build_copy() -> Any:
+    """`_copy_chunk` for numba, which computes the ends of slices over and over."""
+    from llvmlite import ir  # noqa: PLC0415 - as in kvcdn.codecs.compiled
+    from numba import types  # noqa: PLC0415
+    from numba.core import cgutils  # noqa: PLC0415
+    from numba.extending import intrinsic  # noqa: PLC0415
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        symbols, lines = (context.make_array(signature.args[place])(context, builder, arguments[place]) for place in (0, 2))
+        _, source, _, line, place = arguments
+        kind, size = ir.VectorType(ir.IntType(16), CHUNK).as_pointer(), source.type
+        row = builder.mul(line, cgutils.unpack_tuple(builder, lines.strides)[0])
+        there = builder.add(builder.ptrtoint(lines.data, size), builder.add(row, builder.mul(place, size(_SYMBOL))))
+        here = builder.add(builder.ptrtoint(symbols.data, size), builder.mul(source, size(_SYMBOL)))
+        chunk = builder.load(builder.inttoptr(here, kind), align=_SYMBOL)
+        builder.store(chunk, builder.inttoptr(there, kind), align=_SYMBOL)
+        return context.get_dummy_value()
+
+    def copy(_: Any, symbols: Any, source: Any, lines: Any, line: Any, place: Any) -> Any:
+        return types.void(symbols, source, lines, line, place), generate
+
+    return intrinsic(copy)
+
+
+_SYMBOL = 2
+"""Bytes of a symbol."""
+
+copy_chunk = Instructions(_copy_chunk, _build_copy)

@@ -26,7 +26,8 @@ from kvcdn.codecs.classes import (
 )
 from kvcdn.codecs.numbers import NATIVE_DTYPES, Floats, to_float32, write_rounded
 from kvcdn.codecs.symbols import Symbols, pack_symbols, read_streams
-from kvcdn.codecs.synthesis import CHUNK, MEASURE, RESTORE
+from kvcdn.codecs.synthesis import MEASURE, RESTORE
+from kvcdn.codecs.tiles import CHUNK
 from kvcdn.errors import CorruptError
 
 _HEADER = struct.Struct("<HHf")
