@@ -20,7 +20,7 @@ USUAL_RATIOS = {"int8": 0.52, "int4": 0.3, "tc-high": 0.3, "tc-medium": 0.18, "t
 USUAL_DECODING = 200e6
 """Stored bytes a second that one thread verifies, decrypts and decodes, before it was measured here."""
 
-USUAL_TRANSFORMING = 0.35e9
+USUAL_TRANSFORMING = 0.4e9
 USUAL_REFINING = 0.06e9
 """Raw bytes a second that the transform codec decodes in one thread, and that it and a refinement do (docs/codecs.md)."""
 
