@@ -364,6 +364,10 @@ class Attempt:
         self.fetch.wait_layer(0)
         return self._supply.gate.open_for(self.fetch.headers)
 
+    def still_vouched_for(self) -> bool:
+        """The same of all that was used, once the model has written: it neither waits nor minds how the fetch ended."""
+        return self.fetch is None or not self.report.tokens_reused or self._supply.gate.open_for(self.fetch.headers)
+
     def admitted_cache(self, *, audit: bool) -> Cache | None:
         """As `complete_cache`, once it has passed the gate; None where it does not, and the report says why."""
         cache, loaded, report = self.complete_cache(), self._local or self.fetch, self.report

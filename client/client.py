@@ -347,7 +347,7 @@ class Client:
                     output = generation.run(generation.inputs(attempt.streaming_cache(), report))
                     attempt.record()
                     # By now every header is known, also of blocks that the first layer did not need.
-                    if attempt.vouched_for():
+                    if attempt.still_vouched_for():
                         attempt.keep()
                         return output
             except KvcdnError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,12 +79,31 @@ def run(tmp_path: Path) -> Callable[..., Ran]:
 
 
 @pytest.fixture(autouse=True)
+def _asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second request overtakes a late one, unless a test is about that: on a busy machine any answer may be late."""
+    edges = sys.modules.get("kvcdn.client.edges")
+    for name in ("HEDGE_UNKNOWN_SECONDS", "HEDGE_FLOOR_SECONDS") if edges else ():
+        monkeypatch.setattr(edges, name, 1000.0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _home_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What fixtures make for many tests they make in one home of the run's, which no test sees: never in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        _live_in(tmp_path_factory.mktemp("home-of-all"), patch)
+        yield
+
+
+@pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test has a home of its own: no key, trust list or memory of the user's is read or written."""
-    home = tmp_path_factory.mktemp("home")
+    _live_in(tmp_path_factory.mktemp("home"), monkeypatch)
+
+
+def _live_in(home: Path, patch: pytest.MonkeyPatch) -> None:
     for variable in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"):
-        monkeypatch.setenv(variable, str(home / variable.lower()))
+        patch.setenv(variable, str(home / variable.lower()))
     for variable in ("KVCDN_ORIGIN", "KVCDN_EDGE", "KVCDN_TOKEN", "KVCDN_LOCAL_CAPACITY", "KVCDN_USAGE"):
-        monkeypatch.delenv(variable, raising=False)
+        patch.delenv(variable, raising=False)
     # Tests of fetching fetch, again and again; those of the local store say so.
-    monkeypatch.setenv("KVCDN_LOCAL", "0")
+    patch.setenv("KVCDN_LOCAL", "0")

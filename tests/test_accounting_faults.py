@@ -31,6 +31,7 @@ from support.edge_process import ask, metric, running_edge, settle
 from support.faults import Fault, faulty_link
 from support.published import publish_text
 from support.tiny import TEXT
+from support.waiting import until
 from support.web import running_web
 
 SENT = 'kvcdn_edge_response_body_bytes_total{route="object"}'
@@ -38,22 +39,12 @@ SENT = 'kvcdn_edge_response_body_bytes_total{route="object"}'
 PASSED = 60_000
 """Bytes of an answer that come through before something happens to it."""
 
-WAIT_SECONDS = 120.0
-
 READER = Path(__file__).with_name("support") / "usage_reader.py"
 
 
 def snapshot(path):
     with Ledger(path, create=False) as ledger:
         return ledger.snapshot()
-
-
-def until(true):
-    """Waits for what another thread or process is about to do."""
-    ends = time.monotonic() + WAIT_SECONDS
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 class Day:

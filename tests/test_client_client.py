@@ -271,7 +271,7 @@ def test_a_failing_link_is_a_miss_and_the_answer_stays_right(published, case, wa
     """Whatever the link does, and whenever, the answer is what the model would say alone."""
     with running_web(published.store) as web, faulty_link(web.port) as link:
         link.inject(FAULTS[case], times=1000)
-        with published.client(EdgeSource(link.url, stall_seconds=0.2)) as client:
+        with published.client(EdgeSource(link.url, stall_seconds=0.5 if "stall" in case else 15.0)) as client:
             prompt = client.question(published.text, QUESTION)
             if way == "streaming":
                 answer = client.generate(prompt, **GREEDY)
@@ -292,7 +292,7 @@ def test_a_link_that_fails_once_is_no_miss(published, case):
     """What fails once is tried again, from where it broke off, and everything is reused."""
     with running_web(published.store) as web, faulty_link(web.port) as link:
         link.inject(FAULTS[case])
-        with published.client(EdgeSource(link.url, stall_seconds=1.0)) as client:
+        with published.client(EdgeSource(link.url, stall_seconds=1.0 if "stall" in case else 15.0)) as client:
             report = client.prepare(client.question(published.text, QUESTION)).report
     assert 0 == link.pending
     assert (2500, None) == (report.tokens_reused, report.reason)

@@ -34,6 +34,7 @@ from support.local_agents import TOKENS as AGENTS_TOKENS
 from support.published import publish_text
 from support.stock import continued, stock_cache
 from support.tiny import TEXT, tiny_checkpoint
+from support.waiting import WAIT_SECONDS
 from support.web import running_web
 
 BLOCK = 64
@@ -435,7 +436,7 @@ def test_keeping_waits_behind_a_model_that_is_about_to_run(published, store, mon
 def test_few_prefixes_wait_to_be_kept(published, store, monkeypatch):
     """Waiting ones hold their memory: beyond a handful they are not kept, and nobody waits but `close`."""
     free, prefixes, fetched = threading.Event(), LocalPrefixes(store), _fetched(published)
-    monkeypatch.setattr(local, "_write", lambda *_: free.wait(20))
+    monkeypatch.setattr(local, "_write", lambda *_: free.wait(WAIT_SECONDS))
     futures = [prefixes.keep(fetched) for _ in range(local.MAX_WAITING + 2)]
     assert [None, None] == futures[local.MAX_WAITING :]
     free.set()
@@ -475,7 +476,6 @@ def _agents(published, text: Path, store: LocalStore, *agents: str):
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        timeout=280,
         check=False,
     )
     assert 0 == done.returncode, done.stderr

@@ -71,7 +71,7 @@ def context(authority, *names, **options):
 
 def read(url, **options):
     """Streamed, in ranges, and looked up, on connections that are used again."""
-    with contextlib.closing(EdgeSource(url, stall_seconds=2, **options)) as source:
+    with contextlib.closing(EdgeSource(url, **options)) as source:
         data = source.read(KEY, len(DATA))
         reader = source.open(KEY, ranged=True)
         again = bytes(reader.read_exact(len(DATA)))

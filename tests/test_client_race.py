@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -31,6 +30,7 @@ from support.link import SlowLink
 from support.published import publish_text
 from support.stock import continued, stock_cache
 from support.tiny import tiny_checkpoint
+from support.waiting import until
 
 BLOCK = 64
 TOKENS = 4 * BLOCK + 20
@@ -75,12 +75,7 @@ def published(tmp_path_factory):
 def _nothing_is_left_behind():
     """No thread outlives its prompt."""
     yield
-    deadline = time.monotonic() + 5
-    while (
-        left := [one.name for one in threading.enumerate() if one.name.startswith("kvcdn-fetch")]
-    ) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert left == []
+    until(lambda: not [one.name for one in threading.enumerate() if one.name.startswith("kvcdn-fetch")])
 
 
 def asked(of):
@@ -387,14 +382,6 @@ def fetching(of, link, **options):
     trust = TrustList.of(of.key.public)
     where = {"length": TOKENS, "capacity": TOKENS, "device": torch.device("cpu"), "trust": trust}
     return PrefixFetch(link, identity, names, **where, **options)
-
-
-def until(true):
-    """Waits for a condition that is bound to come."""
-    ends = time.monotonic() + 120
-    while not true() and time.monotonic() < ends:
-        time.sleep(0.005)
-    assert true()
 
 
 def test_whole_blocks_come_first_and_layers_last(published, monkeypatch):

@@ -13,6 +13,7 @@ from kvcdn.errors import CorruptError, UnavailableError
 from kvcdn.store import STREAM_CHUNK_BYTES
 from kvcdn.stores import open_store
 from kvcdn.stores.memory import MemoryStore
+from support.waiting import WAIT_SECONDS
 
 KEY = "v1/object"
 SIZE = 9 * STREAM_CHUNK_BYTES + 12_345
@@ -38,7 +39,7 @@ class WatchedStore(MemoryStore):
     def _watched(self, pieces):
         for number, piece in enumerate(pieces):
             if number == self.silent_after:
-                self.go.wait(30)
+                self.go.wait(WAIT_SECONDS)
             if number == self.fails_after:
                 raise UnavailableError("the bucket is on fire")
             self.pieces += 1
@@ -165,7 +166,7 @@ def test_no_thread_is_left_behind():
                 read(reader, count)
             reader.close()
     for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+        thread.join(WAIT_SECONDS)
     assert set() == set(threading.enumerate()) - before
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
 
 from kvcdn import layout
 from kvcdn.client import MissReason
+from kvcdn.client.attempt import Attempt
+from kvcdn.client.generation import Generation
 from kvcdn.client.transport import EdgeSource
-from kvcdn.errors import UsageError
+from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.model.tokens import Prompt
 from kvcdn.signing import TrustList
 from support.faults import Fault, faulty_link
 from support.published import publish_text
 from support.tiny import tiny_checkpoint
+from support.waiting import until
 from support.web import running_web
 
 BLOCK, TOKENS = 64, 2 * 64 + 20
@@ -87,6 +89,28 @@ def test_a_failing_link_does_not_repeat_a_piece(published, fault):
             assert stream.answer.report.reason in (None, MissReason.UNAVAILABLE)
 
 
+def test_a_fetch_that_ends_badly_behind_the_answer_repeats_nothing(published, monkeypatch):
+    """The model had all that it needed, and has written: what was left of the fetch does not matter any more."""
+    attempts, begin, write = [], Attempt.streaming_cache, Generation.run
+
+    def begins(attempt):
+        attempts.append(attempt)
+        return begin(attempt)
+
+    def writes(generation, prepared):
+        output = write(generation, prepared)
+        for attempt in attempts:
+            attempt.fetch._error = UnavailableError("the link is gone")
+        return output
+
+    monkeypatch.setattr(Attempt, "streaming_cache", begins)
+    monkeypatch.setattr(Generation, "run", writes)
+    with published.client() as client:
+        stream = client.stream(asked(published), **GREEDY)
+        assert "".join(stream) == stream.answer.text
+        assert 1 == len(attempts)
+
+
 def test_what_cannot_be_is_told_at_once(published):
     """And what fails in the thread is raised to the reader."""
     with published.client() as client:
@@ -103,17 +127,18 @@ def test_what_cannot_be_is_told_at_once(published):
 
 def test_a_reader_gets_pieces_while_the_model_writes(published):
     """Not all at the end."""
-    seen = []
+    written = []
 
-    def slow(_ids, _scores):
-        time.sleep(0.01)
-        seen.append(len(pieces))
+    def waits(_ids, _scores):
+        written.append(len(pieces))
+        if len(written) == 30:
+            until(lambda: pieces)
         return torch.tensor([False])
 
     pieces: list[str] = []
     with published.client() as client:
         for piece in client.stream(
-            asked(published), max_new_tokens=40, do_sample=False, eos_token_id=-1, stopping_criteria=[slow]
+            asked(published), max_new_tokens=40, do_sample=False, eos_token_id=-1, stopping_criteria=[waits]
         ):
             pieces.append(piece)  # noqa: PERF402 - the model looks at it meanwhile
-    assert 0 < seen[-1]
+    assert 40 == len(written)

@@ -25,6 +25,7 @@ from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.blocks import make_document
 from support.edge_process import ask, ask_match, object_files, running_edge
+from support.waiting import WAIT_SECONDS, until
 
 KEY = SigningKey.generate()
 
@@ -168,7 +169,7 @@ def secure(url: str, authority: trustme.CA) -> http.client.HTTPSConnection:
     context = ssl.create_default_context()
     authority.configure_trust(context)
     host, port = url.removeprefix("https://").split(":")
-    return http.client.HTTPSConnection(host, int(port), timeout=20, context=context)
+    return http.client.HTTPSConnection(host, int(port), timeout=WAIT_SECONDS, context=context)
 
 
 def test_https_serves_the_same_bytes(origin, tmp_path, authority) -> None:
@@ -242,12 +243,12 @@ def test_administration_has_its_own_address(origin, tmp_path, document) -> None:
 def test_an_edge_that_ends_says_so_first(origin, tmp_path, document) -> None:
     """While it drains it is alive, not ready, and serves; then it ends with 0."""
     path = "/" + next(iter(document.blocks))
-    with running_edge(origin, tmp_path / "cache", drain_seconds=1.5) as edge:
+    with running_edge(origin, tmp_path / "cache", drain_seconds=5) as edge:
         assert 200 == ask(edge.url, "/readyz").status
         edge.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        until(lambda: ask(edge.url, "/readyz").status == 503)
         assert [503, 200, 200] == [ask(edge.url, target).status for target in ("/readyz", "/healthz", path)]
-        assert 0 == edge.process.wait(10)
+        assert 0 == edge.process.wait(WAIT_SECONDS)
 
 
 class ConfiguredEdge:
@@ -268,11 +269,8 @@ class ConfiguredEdge:
             command = [sys.executable, "-P", "-m", "kvcdn.edge", "--config", str(self.path)]
             self.process = subprocess.Popen(command, stderr=log, env=environment)
         try:
-            deadline = time.monotonic() + 30
-            while not self._ready.exists():
-                assert time.monotonic() < deadline, self.log.read_text()
-                assert self.process.poll() is None, self.log.read_text()
-                time.sleep(0.02)
+            until(lambda: self._ready.exists() or self.process.poll() is not None, self.log.read_text)
+            assert self.process.poll() is None, self.log.read_text()
             yield json.loads(self._ready.read_text())["url"]
         finally:
             self.process.kill()
@@ -282,10 +280,7 @@ class ConfiguredEdge:
         """Has the settings read again; the log line that says what came of it."""
         before = self.log.read_text().count(answer)
         self.process.send_signal(signal.SIGHUP)
-        deadline = time.monotonic() + 10
-        while self.log.read_text().count(answer) == before:
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
+        until(lambda: self.log.read_text().count(answer) != before, self.log.read_text)
         return next(line for line in reversed(self.log.read_text().splitlines()) if answer in line)
 
 

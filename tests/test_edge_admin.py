@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -21,6 +20,7 @@ from support import edge_process
 from support.blocks import Document
 from support.command import kvcdn
 from support.edge_process import Reply, WatchedStore, ask, ask_part, metric, object_files, settle
+from support.waiting import WAIT_SECONDS, until
 
 ORDERS = ("/v1/purge", "/v1/warm")
 
@@ -40,10 +40,7 @@ def fill(edge: ServingEdge, document: Document, headers: dict[str, str] | None =
     """Has the edge keep all of the document: readers have the last byte before the disk has made it durable."""
     for key in document.objects:
         assert 200 == ask(edge.url, "/" + key, headers=headers).status
-    deadline = time.monotonic() + 20
-    while len(edge.cache) < len(document.objects):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: len(edge.cache) >= len(document.objects))
 
 
 @pytest.mark.parametrize("by", ["addresses", "models", "all"])
@@ -81,7 +78,7 @@ def test_a_running_fill_is_passed_on_and_not_kept(document: Document, store: Wat
     store.go.clear()
     with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(1) as pool:
         reader = pool.submit(ask_part, edge.url, "/" + key)
-        assert store.streaming.wait(20)
+        assert store.streaming.wait(WAIT_SECONDS)
         assert 200 == order(edge.admin_url, "/v1/purge", {"all": True}).status
         store.go.set()
         assert data == reader.result().body
@@ -187,11 +184,9 @@ def test_a_tenant_purges_its_models_only(document: Document, store: WatchedStore
 
 def warmed(edge: ServingEdge, asked: Any) -> dict[str, Any]:
     """The last answer, once nothing waits."""
-    deadline = time.monotonic() + 20
-    while (answer := order(edge.admin_url, "/v1/warm", asked).json())["waiting"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return answer
+    answers = []
+    until(lambda: not (answers.append(order(edge.admin_url, "/v1/warm", asked).json()) or answers[-1]["waiting"]))
+    return answers[-1]
 
 
 @pytest.mark.parametrize("by", ["manifest", "addresses"])

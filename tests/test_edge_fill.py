@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcdn.edge.outcome import REMEMBERED_SECONDS, Reason
 from kvcdn.envelope import PREAMBLE_BYTES
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
@@ -39,6 +39,8 @@ from support.edge_process import (
     running_edge,
     settle,
 )
+from support.site import kept_urls
+from support.waiting import WAIT_SECONDS, until
 from support.web import running_web
 
 READERS = 64
@@ -76,10 +78,10 @@ def test_many_cold_requests_are_one_origin_request(document: Document, tmp_path:
                     return ask(edge.url, f"/{key}").body == data
 
         replies = [pool.submit(read, number) for number in range(READERS)]
-        assert store.streaming.wait(10)
+        assert store.streaming.wait(WAIT_SECONDS)
         time.sleep(0.2)
         store.go.set()
-        assert [True] * READERS == [reply.result(30) for reply in replies]
+        assert [True] * READERS == [reply.result(WAIT_SECONDS) for reply in replies]
         assert [key] == store.streams
         assert 1 == origin_gets(edge.url)
         assert 1 == metric(edge.url, 'kvcdn_edge_requests_total{cache="miss",route="object",status="200"}') + metric(
@@ -105,13 +107,11 @@ def test_a_fill_outlives_the_reader_that_began_it(document: Document, tmp_path: 
     with edge_in_thread(store, tmp_path / "cache") as edge:
         connection = connect(edge.url)
         connection.request("GET", f"/{key}")
-        assert store.streaming.wait(10)
+        assert store.streaming.wait(WAIT_SECONDS)
         connection.close()
         time.sleep(0.1)
         store.go.set()
-        deadline = time.monotonic() + 10
-        while len(edge.cache) == 0 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: len(edge.cache))
         reply = ask(edge.url, f"/{key}")
         assert (data, "kvcdn; hit", [key]) == (reply.body, reply.headers["Cache-Status"], store.streams)
 
@@ -124,7 +124,7 @@ def test_objects_fill_beside_each_other(document: Document, tmp_path: Path) -> N
     with edge_in_thread(store, tmp_path / "cache") as edge:
         hanging = threading.Thread(target=ask, args=(edge.url, f"/{key}"))
         hanging.start()
-        assert store.streaming.wait(10)
+        assert store.streaming.wait(WAIT_SECONDS)
         late = threading.Timer(0.3, store.go.set)
         late.start()
         assert 200 == ask(edge.url, "/healthz").status
@@ -173,8 +173,11 @@ BEHIND_THE_ENVELOPE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_block_is_neither_served_nor_stored(document: Document, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_block_is_neither_served_nor_stored(
+    document: Document, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever the damage lies: no wrong byte, no whole object, an empty disk, a count, and 502 in one line if not a cut."""
+    monkeypatch.setitem(REMEMBERED_SECONDS, Reason.CORRUPT, 1000.0)
     key, data = _first(document)
     store = WatchedStore(MemoryStore())
     store.create(key, [DAMAGE[damage](data)])
@@ -232,10 +235,8 @@ def test_an_object_repaired_at_the_origin_is_found(document: Document, tmp_path:
         assert 502 == ask(edge.url, f"/{key}").status
         store.delete(key)
         store.create(key, [data])
-        deadline = time.monotonic() + 15
-        while (reply := ask(edge.url, f"/{key}")).status == 502 and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert (200, data) == (reply.status, reply.body)
+        until(lambda: ask(edge.url, f"/{key}").status != 502)
+        assert data == ask(edge.url, f"/{key}").body
 
 
 def test_untrusted_publishers_are_refused_where_there_is_a_list(document: Document, tmp_path: Path) -> None:
@@ -257,20 +258,20 @@ def test_untrusted_publishers_are_refused_where_there_is_a_list(document: Docume
         assert (502, False) == (reply.status, data in reply.body)
 
 
-def test_what_is_missing_is_remembered_briefly_and_found_once_published(document: Document, tmp_path: Path) -> None:
-    """404 for two seconds without asking again, then the object."""
+def test_what_is_missing_is_remembered_briefly_and_found_once_published(
+    document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """404 for some seconds without asking again, then the object."""
+    monkeypatch.setitem(REMEMBERED_SECONDS, Reason.NOT_FOUND, 5.0)
     store = WatchedStore(MemoryStore())
     key, data = _first(document)
     with edge_in_thread(store, tmp_path / "cache") as edge:
-        begin = time.monotonic()
         statuses = [ask(edge.url, f"/{key}").status for _ in range(5)]
         assert ([404] * 5, [key]) == (statuses, store.streams)
         assert "no-store" == ask(edge.url, f"/{key}").headers["Cache-Control"]
         store.create(key, [data])
-        while (reply := ask(edge.url, f"/{key}")).status == 404 and time.monotonic() - begin < 10:
-            time.sleep(0.1)
-        assert (200, data) == (reply.status, reply.body)
-        assert 1.5 < time.monotonic() - begin < 5
+        until(lambda: ask(edge.url, f"/{key}").status != 404)
+        assert data == ask(edge.url, f"/{key}").body
 
 
 def test_a_down_origin_does_not_take_the_cache_with_it(document: Document, tmp_path: Path) -> None:
@@ -296,19 +297,17 @@ def test_an_origin_that_breaks_in_mid_object_leaves_nothing(document: Document, 
     store.go.clear()
     with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(1) as pool:
         reply = pool.submit(ask_part, edge.url, f"/{key}")
-        assert store.streaming.wait(10)
+        assert store.streaming.wait(WAIT_SECONDS)
         store.down = True
         store.go.set()
-        part = reply.result(20)
+        part = reply.result(WAIT_SECONDS)
         assert (200, True) == (part.status, data.startswith(part.body))
         assert len(part.body) < len(data)
         assert 504 == ask(edge.url, f"/{key}").status
         assert (0, 0) == (disk_bytes(tmp_path / "cache"), edge.cache.used)
         store.down = False
-        deadline = time.monotonic() + 15
-        while (reply := ask(edge.url, f"/{key}")).status == 504 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert (200, data) == (reply.status, reply.body)
+        until(lambda: ask(edge.url, f"/{key}").status != 504)
+        assert data == ask(edge.url, f"/{key}").body
 
 
 def test_an_object_larger_than_the_cache_passes_through(tmp_path: Path) -> None:
@@ -367,7 +366,9 @@ def test_a_disk_smaller_than_the_capacity_makes_room(tmp_path: Path) -> None:
     store = MemoryStore()
     for document in documents:
         document.publish(store)
-    with _small_disk(tmp_path / "disk", "2m"), edge_in_thread(store, tmp_path / "disk" / "cache", capacity="1GB") as edge:
+    # Without the scrub, which may have a file open that leaves for another: the disk has its room back when it is closed.
+    given = {"capacity": "1GB", "scrub_bytes_per_second": 0}
+    with _small_disk(tmp_path / "disk", "2m"), edge_in_thread(store, tmp_path / "disk" / "cache", **given) as edge:
         for document in documents:
             key, data = _first(document)
             for expected in ("kvcdn; fwd=miss; stored", "kvcdn; hit"):
@@ -409,12 +410,10 @@ def test_one_connection_fills_and_hits_in_turn(document: Document, tmp_path: Pat
 
 def test_tiers_that_lead_back_to_themselves_are_found_out(tmp_path: Path) -> None:
     """A request that comes by an edge a second time is refused at once, and the first is told that the origin is not there."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    upper = f"http://127.0.0.1:{port}"
     with (
+        kept_urls(1) as (upper,),
         running_edge(upper, tmp_path / "lower") as lower,
-        running_edge(lower.url, tmp_path / "upper", listen=f"127.0.0.1:{port}") as edge,
+        running_edge(lower.url, tmp_path / "upper", listen=upper.removeprefix("http://")) as edge,
     ):
         assert edge.url == upper
         assert 504 == ask(lower.url, f"/v1/{'0' * 32}/manifests/{'0' * 64}").status
@@ -448,8 +447,7 @@ def test_a_reader_that_stops_reading_is_cut(tmp_path: Path, monkeypatch: pytest.
         connection = connect(edge.url)
         connection.request("GET", f"/{key}")
         response = connection.getresponse()
-        while metric(edge.url, 'kvcdn_edge_request_seconds_count{route="object"}') == cached:
-            time.sleep(0.02)
+        until(lambda: metric(edge.url, 'kvcdn_edge_request_seconds_count{route="object"}') != cached)
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             response.read()
         connection.close()
@@ -498,13 +496,11 @@ def test_more_fills_than_can_wait_are_turned_away(tmp_path: Path, monkeypatch: p
     with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(2) as pool:
         keys = list(document.blocks)
         begun = [pool.submit(ask, edge.url, f"/{key}") for key in keys[:2]]
-        deadline = time.monotonic() + 10
-        while len(store.streams) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: len(store.streams) == 2)
         refused = ask(edge.url, f"/{keys[2]}")
         assert (503, "1", "no-store") == (refused.status, refused.headers["Retry-After"], refused.headers["Cache-Control"])
         store.go.set()
-        assert [200, 200] == [reply.result(20).status for reply in begun]
+        assert [200, 200] == [reply.result(WAIT_SECONDS).status for reply in begun]
         settle(edge.url)
         assert 200 == ask(edge.url, f"/{keys[2]}").status
 
@@ -518,13 +514,11 @@ def test_fills_beyond_the_places_wait_their_turn(tmp_path: Path) -> None:
     store.go.clear()
     with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(12) as pool:
         replies = [pool.submit(ask, edge.url, f"/{_first(document)[0]}") for document in documents]
-        deadline = time.monotonic() + 30
-        while len(store.streams) < 8 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: len(store.streams) >= 8)
         time.sleep(0.3)
         assert 8 == len(store.streams)
         store.go.set()
-        assert [_first(document)[1] for document in documents] == [reply.result(20).body for reply in replies]
+        assert [_first(document)[1] for document in documents] == [reply.result(WAIT_SECONDS).body for reply in replies]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
@@ -558,8 +552,8 @@ def test_a_fill_that_hangs_has_a_successor(document: Document, tmp_path: Path, m
     store.go.clear()
     with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask_part, edge.url, f"/{key}")
-        assert store.streaming.wait(10)
-        part = waiting.result(20)
+        assert store.streaming.wait(WAIT_SECONDS)
+        part = waiting.result(WAIT_SECONDS)
         assert (200, True) == (part.status, data.startswith(part.body))
         assert len(part.body) < len(data)
         # The second stream is not held back; the first one still hangs.

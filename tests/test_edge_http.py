@@ -21,6 +21,7 @@ from kvcdn.edge.launch import RunningEdge
 from kvcdn.stores.folder import FolderStore
 from support.blocks import Document, make_document
 from support.edge_process import Reply, ask, connect, exchange, metric, running_edge, settle
+from support.waiting import WAIT_SECONDS, until
 
 KEEPALIVE_SECONDS = 1.0
 
@@ -38,7 +39,18 @@ def document() -> Document:
 def edge(document: Document, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEdge]:
     folder = tmp_path_factory.mktemp("edge")
     document.publish(FolderStore(folder / "origin"))
-    with running_edge(str(folder / "origin"), folder / "cache", keepalive_seconds=KEEPALIVE_SECONDS) as running:
+    with running_edge(str(folder / "origin"), folder / "cache") as running:
+        for key in document.objects:
+            ask(running.url, f"/{key}")
+        settle(running.url)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEdge]:
+    """An edge that soon cuts connections on which nothing comes."""
+    folder = tmp_path_factory.mktemp("impatient")
+    with running_edge(str(folder), folder / "cache", keepalive_seconds=KEEPALIVE_SECONDS) as running:
         yield running
 
 
@@ -166,7 +178,10 @@ def test_head_has_the_headers_of_get(edge: RunningEdge, document: Document, head
         ask(edge.url, "/" + key)
         without_range = {name: value for name, value in headers.items() if name != "Range"}
         head, get = ask(edge.url, "/" + key, "HEAD", headers), ask(edge.url, "/" + key, headers=without_range)
-        assert (get.status, _headers(get), b"") == (head.status, _headers(head), head.body)
+        said = _headers(get), _headers(head)
+        if get.status == 404:  # that something is missing is remembered for two seconds, of which the second may see the end
+            assert all(headers.pop("Cache-Status", "none") for headers in said)
+        assert (get.status, said[0], b"") == (head.status, said[1], head.body)
 
 
 ZEROS = "0" * 64
@@ -237,7 +252,7 @@ def test_many_requests_in_one_go_are_answered_in_order(edge: RunningEdge, block:
         if index % 4 == 0:
             lines.append("GET /nothing HTTP/1.1\r\nHost: edge\r\n\r\n")
             expected.append((404, b"there is nothing under this path\n"))
-    with socket.create_connection(("127.0.0.1", edge.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=WAIT_SECONDS) as sock:
         sock.sendall("".join(lines).encode("ascii"))
         # One reader for all: HTTPResponse would read ahead into the next answer.
         stream = sock.makefile("rb")
@@ -254,16 +269,13 @@ def test_a_client_that_leaves_midway_harms_nobody(edge: RunningEdge, block: tupl
     """After clients that reset in mid-body, others are served and no file stays open."""
     path, data = block
     for _ in range(10):
-        with socket.create_connection(("127.0.0.1", edge.port), timeout=20) as sock:
+        with socket.create_connection(("127.0.0.1", edge.port), timeout=WAIT_SECONDS) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.sendall(f"GET {path} HTTP/1.1\r\nHost: edge\r\n\r\n".encode("ascii"))
             sock.recv(100)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     assert data == ask(edge.url, path).body
-    deadline = time.monotonic() + 10
-    while _open_objects(edge) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert 0 == _open_objects(edge)
+    until(lambda: not _open_objects(edge))
 
 
 def _open_objects(edge: RunningEdge) -> int:
@@ -277,26 +289,22 @@ def _open_objects(edge: RunningEdge) -> int:
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /healthz HTTP/1.1\r\nHost: edge\r\nX-Slow: ", b"GET /healthz HTTP/1.1\r\nHost: edge\r\n\r\n"]
 )
-def test_idle_and_slow_connections_are_cut(edge: RunningEdge, sent: bytes) -> None:
+def test_idle_and_slow_connections_are_cut(impatient: RunningEdge, sent: bytes) -> None:
     """No request, half a request, or nothing after a request: after the keep-alive time the connection ends."""
-    begin = time.monotonic()
-    with socket.create_connection(("127.0.0.1", edge.port), timeout=20) as sock:
+    begun = time.monotonic()
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=WAIT_SECONDS) as sock:
         sock.sendall(sent)
         while sock.recv(4096):
             pass
-    assert KEEPALIVE_SECONDS * 0.8 <= time.monotonic() - begin < KEEPALIVE_SECONDS + 5
+    assert KEEPALIVE_SECONDS * 0.8 <= time.monotonic() - begun
 
 
-def test_dripping_headers_do_not_hold_a_connection(edge: RunningEdge) -> None:
+def test_dripping_headers_do_not_hold_a_connection(impatient: RunningEdge) -> None:
     """A byte now and then does not restart the clock."""
-    begin = time.monotonic()
-    with socket.create_connection(("127.0.0.1", edge.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=WAIT_SECONDS) as sock:
         sock.sendall(b"GET /healthz HTTP/1.1\r\nX: ")
-        with contextlib.suppress(ConnectionError):
-            for _ in range(100):
-                sock.sendall(b"x")
-                time.sleep(0.1)
-    assert time.monotonic() - begin < KEEPALIVE_SECONDS + 5
+        with pytest.raises(ConnectionError):
+            until(lambda: sock.sendall(b"x"))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +318,7 @@ def test_dripping_headers_do_not_hold_a_connection(edge: RunningEdge) -> None:
 )
 def test_oversized_heads_and_garbage_are_refused(edge: RunningEdge, head: bytes) -> None:
     """400, and the connection ends; the edge goes on."""
-    with socket.create_connection(("127.0.0.1", edge.port), timeout=20) as sock:
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=WAIT_SECONDS) as sock:
         sock.sendall(head)
         answer = _read_until(sock, 1 << 20)
     assert b"400" == answer.split()[1]
@@ -321,7 +329,7 @@ def test_http_1_0_and_absolute_targets_are_served(edge: RunningEdge, block: tupl
     """Old clients and proxies' forms get the object too (RFC 9112 section 3.2.2)."""
     path, data = block
     for line in (f"GET {path} HTTP/1.0", f"GET http://edge{path} HTTP/1.1\r\nHost: edge\r\nConnection: close"):
-        with socket.create_connection(("127.0.0.1", edge.port), timeout=20) as sock:
+        with socket.create_connection(("127.0.0.1", edge.port), timeout=WAIT_SECONDS) as sock:
             sock.sendall(f"{line}\r\n\r\n".encode("ascii"))
             answer = _read_until(sock, 1 << 30)
         assert data == answer.partition(b"\r\n\r\n")[2]
@@ -331,15 +339,12 @@ def test_each_answer_leaves_one_line_in_the_log(edge: RunningEdge, block: tuple[
     """Method, shortened key, status, body bytes, seconds and cache outcome; never the whole address."""
     path, _ = block
     ask(edge.url, path, headers={"Range": "bytes=7-76"})
-    deadline = time.monotonic() + 5
-    while not (lines := [line for line in edge.log().splitlines() if '"bytes":70,' in line]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    line = json.loads(lines[-1])
+    line = json.loads(until(lambda: [line for line in edge.log().splitlines() if '"bytes":70,' in line])[-1])
     address = path.rsplit("/", 1)[1]
     assert ("GET", f"block {address[:12]}", 206, 70, "hit") == tuple(
         line[field] for field in ("method", "key", "status", "bytes", "cache")
     )
-    assert 0 < line["seconds"] < 5
+    assert 0 < line["seconds"]
     assert address not in edge.log()
 
 

@@ -18,6 +18,7 @@ from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
 from support.edge_process import ask, ask_match, connect, exchange, origin_gets, origin_stats, running_edge
 from support.seaweed import S3Server
+from support.waiting import WAIT_SECONDS
 from support.web import running_web
 
 MOST_RESIDENT_BYTES = 150_000_000
@@ -92,7 +93,7 @@ def test_an_edge_before_an_edge(tmp_path: Path) -> None:
         assert document.blocks[cached] == ask(near.url, f"/{cached}").body
         assert 404 == ask(near.url, f"/v1/{'0' * 32}/manifests/{'0' * 64}").status
         far.process.terminate()
-        far.process.wait(10)
+        far.process.wait(WAIT_SECONDS)
         reply = ask(near.url, f"/{cached}", headers={"Range": "bytes=1-100"})
         assert (206, document.blocks[cached][1:101]) == (reply.status, reply.body)
         assert 504 == ask(near.url, f"/{rest[0]}").status

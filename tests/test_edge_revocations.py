@@ -7,7 +7,7 @@ import http.client
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ from support.edge_process import (
     running_edge,
     settle,
 )
+from support.waiting import WAIT_SECONDS, until
 
 SIGNER = SigningKey.generate()
 
-WAIT_SECONDS = 20.0
 
 KINDS = ("addresses", "models", "publishers")
 
@@ -96,13 +96,6 @@ def slow_connection(url: str) -> http.client.HTTPConnection:
     connection.sock.settimeout(WAIT_SECONDS)
     connection.sock.connect((connection.host, connection.port))
     return connection
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def published(*documents: Document) -> WatchedStore:

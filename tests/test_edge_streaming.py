@@ -21,14 +21,16 @@ from support.blocks import Document, make_document
 from support.edge_process import (
     WatchedStore,
     ask,
-    ask_part,
+    begin,
     connect,
     disk_bytes,
     edge_in_thread,
     metric,
     object_files,
     settle,
+    what_comes,
 )
+from support.waiting import WAIT_SECONDS, until
 
 
 class SteppedStore(WatchedStore):
@@ -59,7 +61,7 @@ class SteppedStore(WatchedStore):
             if fail_at is not None and position >= fail_at:
                 raise UnavailableError("the link broke")
             if stop in self.stops:
-                self._steps.acquire(timeout=20)
+                self._steps.acquire(timeout=WAIT_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def _read_soon(reply) -> None:
     try:
         sock.recv(1)
     finally:
-        sock.settimeout(20)
+        sock.settimeout(WAIT_SECONDS)
 
 
 def test_ranges_ahead_of_a_fill_wait_for_it(document: Document, tmp_path: Path) -> None:
@@ -128,7 +130,7 @@ def test_ranges_ahead_of_a_fill_wait_for_it(document: Document, tmp_path: Path) 
         ]
         time.sleep(0.2)
         store.step()
-        assert data == b"".join(reply.result(20).body for reply in parts)
+        assert data == b"".join(reply.result(WAIT_SECONDS).body for reply in parts)
         assert [key] == store.streams
 
 
@@ -155,11 +157,11 @@ def test_damage_half_way_cuts_every_reader_before_it(document: Document, tmp_pat
     store = MemoryStore()
     store.create(key, [data[: ends[4] + 7] + b"?" + data[ends[4] + 8 :]])
     stepped = SteppedStore(store, stops=(ends[4],))
-    with edge_in_thread(stepped, tmp_path / "cache") as edge, ThreadPoolExecutor(4) as pool:
-        readers = [pool.submit(ask_part, edge.url, f"/{key}") for _ in range(4)]
-        time.sleep(0.2)
+    with edge_in_thread(stepped, tmp_path / "cache") as edge, contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(contextlib.closing(connect(edge.url))) for _ in range(4)]
+        begun = [begin(connection, f"/{key}") for connection in connections]
         stepped.step()
-        assert [data[: ends[4]]] * 4 == [reader.result(20).body for reader in readers]
+        assert [data[: ends[4]]] * 4 == [what_comes(response) for response in begun]
         small = ask(edge.url, f"/{key}", headers={"Range": f"bytes={ends[5]}-{ends[5] + 9}"})
         assert 502 == small.status
         settle(edge.url)
@@ -215,8 +217,10 @@ def test_only_when_every_origin_lacks_it_an_object_is_missing(document: Document
         assert 504 == ask(edge.url, f"/{other}").status
 
 
-def test_a_down_origin_is_not_asked_every_time(document: Document, tmp_path: Path) -> None:
+def test_a_down_origin_is_not_asked_every_time(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After three failures it rests: later objects come from the second origin at once; when it is back it is used again."""
+    monkeypatch.setattr("kvcdn.edge.breaker.FIRST_REST_SECONDS", 1000.0)
+    monkeypatch.setattr("kvcdn.edge.breaker.LONGEST_REST_SECONDS", 1000.0)
     first, second = WatchedStore(MemoryStore()), WatchedStore(MemoryStore())
     documents = [make_document(tokens=40, seed=seed) for seed in range(60, 72)]
     for one in documents:
@@ -229,13 +233,15 @@ def test_a_down_origin_is_not_asked_every_time(document: Document, tmp_path: Pat
         assert 3 == len(first.streams)
         assert 0 == metric(edge.url, 'kvcdn_edge_origin_up{origin="0"}')
         first.down = False
-        deadline = time.monotonic() + 10
-        while metric(edge.url, 'kvcdn_edge_origin_up{origin="0"}') == 0 and time.monotonic() < deadline:
+        edge.origins.each[0]._breaker._until = 0.0  # its rest is over
+
+        def up() -> float:
             for one in documents[8:]:
                 ask(edge.url, f"/{one.manifest_key}")
                 edge.cache.drop_key(one.manifest_key, Harm.DAMAGED, "the test asks again")
-            time.sleep(0.1)
-        assert 1 == metric(edge.url, 'kvcdn_edge_origin_up{origin="0"}')
+            return metric(edge.url, 'kvcdn_edge_origin_up{origin="0"}')
+
+        until(up)
 
 
 @settings(max_examples=60, deadline=None)

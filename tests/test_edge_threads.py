@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 import weakref
 from collections import deque
 
@@ -13,6 +12,7 @@ import pytest
 
 from kvcdn.edge import threads
 from kvcdn.edge.threads import in_thread
+from support.waiting import WAIT_SECONDS, until
 
 
 class Thing:
@@ -35,7 +35,7 @@ def test_calls_at_once_have_a_thread_each() -> None:
         barrier = threading.Barrier(50)
 
         def meet(number: int) -> int:
-            barrier.wait(20)
+            barrier.wait(WAIT_SECONDS)
             if number % 7 == 0:
                 raise ValueError(str(number))
             return number
@@ -72,11 +72,12 @@ def test_nothing_of_a_call_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
         return weakref.ref(thing)
 
     found = asyncio.run(live())
-    deadline = time.monotonic() + 10
-    while found() is not None:
+
+    def gone() -> bool:
         gc.collect()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        return found() is None
+
+    until(gone)
 
 
 def test_threads_leave_when_nothing_is_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +94,4 @@ def test_threads_leave_when_nothing_is_to_be_done(monkeypatch: pytest.MonkeyPatc
         return found
 
     assert list(range(200)) == asyncio.run(live())
-    deadline = time.monotonic() + 20
-    while set(threading.enumerate()) - before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not set(threading.enumerate()) - before)

@@ -19,6 +19,7 @@ from kvcdn.stores.folder import FolderStore
 from support.blocks import Document
 from support.edge_process import ask, ask_match, running_edge, settle
 from support.otlp import ReceivedSpan, Receiver, running_receiver
+from support.waiting import WAIT_SECONDS
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -135,7 +136,7 @@ def test_a_receiver_that_is_gone_costs_spans_and_nothing_else(origin: str, tmp_p
         assert data == ask(edge.url, "/" + key).body
         settle(edge.url)
         edge.process.terminate()
-        assert 0 == edge.process.wait(30)
+        assert 0 == edge.process.wait(WAIT_SECONDS)
         lines = edge.log().splitlines()[1:]
     assert [] == [line for line in lines if not line.startswith("{")]
     assert any('"logger":"opentelemetry' in line for line in lines)

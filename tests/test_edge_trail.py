@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from kvcdn.stores.memory import MemoryStore
 from kvcdn.trail import Trail, following
 from support.blocks import Document
 from support.edge_process import ask, ask_match, connect, exchange, running_edge
+from support.waiting import until
 from support.web import running_web
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -30,14 +30,13 @@ def origin(tmp_path: Path, document: Document) -> str:
 
 def lines(edge: RunningEdge, request_id: str, wanted: int = 1) -> list[dict]:
     """The log's lines of one request, once there are so many: they are written behind the answer."""
-    deadline = time.monotonic() + 20
-    while True:
-        found = [json.loads(line) for line in edge.log().splitlines() if line.startswith("{")]
-        found = [line for line in found if line.get("request_id") == request_id]
-        if len(found) >= wanted:
-            return found
-        assert time.monotonic() < deadline, edge.log()
-        time.sleep(0.02)
+
+    def found() -> list[dict]:
+        written = [json.loads(line) for line in edge.log().splitlines(keepends=True) if line[0] == "{" and line[-1] == "\n"]
+        return [line for line in written if line.get("request_id") == request_id]
+
+    until(lambda: len(found()) >= wanted, edge.log)
+    return found()
 
 
 def test_one_id_is_in_the_logs_of_all_tiers(origin: str, tmp_path: Path, document: Document) -> None:

@@ -99,14 +99,10 @@ def test_systemd_takes_the_unit(unit: Path, tmp_path: Path) -> None:
     """systemd itself has nothing to say against any line of it."""
     copy = tmp_path / unit.name.replace("@.", "@srv-documents-handbook.txt.")
     copy.write_text(unit.read_text("utf-8").replace(INSTALLED, str(PROGRAM)), "utf-8")
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False)
     assert ("", 0) == (done.stdout + done.stderr, done.returncode)
     copy.write_text(copy.read_text("utf-8") + "NoSuchSetting=1\n", "utf-8")
-    again = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False, timeout=60
-    )
+    again = subprocess.run(["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False)
     assert "NoSuchSetting" in again.stderr  # it does read this file
 
 
@@ -320,7 +316,7 @@ def processes_with(text: str) -> list[str]:
 def test_stack_explains_itself() -> None:
     """It can be started as it lies there, and tells its options."""
     process = stack("--help")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate()
     assert process.returncode == 0
     assert "--once" in output
 
@@ -355,11 +351,11 @@ def test_stack_stays_until_told(folder: Path, tiny_llama: Path) -> None:
                 break
         assert ["ask", "verify", "inspect"] == [line.split()[1] for line in lines if line.startswith("kvcdn ")], lines
         shown = next(line for line in lines if line.startswith("kvcdn inspect"))
-        done = subprocess.run([PROGRAM, *shlex.split(shown)[1:]], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run([PROGRAM, *shlex.split(shown)[1:]], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert re.search(r"^trusted +yes$", done.stdout, re.MULTILINE)
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate()
         assert process.returncode == 128 + signal.SIGTERM
     finally:
         process.kill()

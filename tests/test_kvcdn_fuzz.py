@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
@@ -46,9 +45,6 @@ PATIENT = [HealthCheck.too_slow]
 """A busy machine is no fault of the test."""
 
 FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=PATIENT)
-
-PATIENCE_S = 10.0
-"""No hostile header takes longer, on a busy machine: an idle one needs less than a second for the worst."""
 
 MEMORY_FACTOR = 64
 """Python objects of a header, and the header written again, stay below this many times its size."""
@@ -298,10 +294,8 @@ def hostile_headers(room: int) -> dict[str, bytes]:
 def test_hostile_headers_cost_little(name: str) -> None:
     """Neither time nor memory follow from what a header claims, only from its own size, which is bounded."""
     data = hostile_headers((1 << 20) - 100)[name]
-    started = time.monotonic()
     with pytest.raises(CorruptError, match=WHAT):
         read(data)
-    assert time.monotonic() - started < PATIENCE_S
     smaller = hostile_headers(1 << 16)[name]
     tracemalloc.start()
     with pytest.raises(CorruptError, match=WHAT):

@@ -177,9 +177,7 @@ print(names.manifest_address, *(b.address for b in names.blocks), *(b.content_ke
 def test_same_names_in_every_process(hash_seed: str) -> None:
     """Another process, with another hash seed, computes the same names."""
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
     names = PrefixNames.of(MODEL, Namespace.private("n", b"s" * 32), [7 * index for index in range(200)])
     expected = [names.manifest_address, *(b.address for b in names.blocks), *(b.content_key.hex() for b in names.blocks)]
     assert [str(name) for name in expected] == done.stdout.split()

@@ -195,7 +195,7 @@ def test_a_machine_is_lost(tmp_path, tiny_llama, monkeypatch) -> None:
             assert [1, 1, 2] == sorted(job.attempts for job in queue.list())
             queue.close()
     finally:
-        nodes.communicate(timeout=60)
+        nodes.communicate()
     until(lambda: not any(map(is_alive, below)))
 
 

@@ -570,7 +570,6 @@ def test_killed_at_every_write(tmp_path, action):
         [sys.executable, str(SCRIPT), action, str(tmp_path / "origin"), str(results), argument],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )

@@ -34,6 +34,7 @@ from kvcdn.stores.memory import MemoryStore
 from support.command import kvcdn
 from support.origin_process import running_origin
 from support.tiny import TEXT
+from support.waiting import until
 
 KEY = SigningKey.generate()
 
@@ -560,9 +561,7 @@ def test_watches_are_added_and_removed_by_command(tmp_path, tiny_llama, site) ->
             watches = kvcdn("watches", "ls", "--service", url, "--json").json["watches"]
             return [watch for watch in watches if watch["submitted"] and watch["added"]["source"] == f"{site.url}/list"]
 
-        deadline = time.monotonic() + 600
-        while not submitted():
-            assert time.monotonic() < deadline
+        until(submitted)
         assert [f"{site.url}/a"] == [job.request.name for job in queue.list()]
         shown = kvcdn("watches", "ls", "--service", url).out
         assert "docs" in shown

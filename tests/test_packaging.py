@@ -69,7 +69,6 @@ def run(installed: Path, program: str, *arguments: str) -> subprocess.CompletedP
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
     )
 
 

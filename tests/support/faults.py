@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
+from support.waiting import WAIT_SECONDS
+
 HOST = "127.0.0.1"
 PIECE_BYTES = 64 * 1024
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = WAIT_SECONDS
 HEAD_BYTES = 4096
 
 
@@ -40,6 +42,8 @@ class FaultyLink:
     port: int
     refusing: bool = False
     """New connections are reset at once."""
+    refusals: int = 0
+    """So many more are, if `refusing` does not say so of all."""
     connections: int = 0
     bytes_passed: int = 0
     """Reply bytes of all connections so far."""
@@ -159,7 +163,8 @@ def _accept(link: FaultyLink, listener: socket.socket, target_port: int, sockets
         except OSError:
             return
         link.connections += 1
-        if link.refusing or sockets.closing:
+        if link.refusing or link.refusals or sockets.closing:
+            link.refusals = max(link.refusals - 1, 0)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()
             continue

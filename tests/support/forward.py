@@ -47,7 +47,7 @@ def forward_proxy(hosts: dict[str, int]) -> Iterator[ForwardProxy]:
             client.sendall(proxy.connect_answer)
             return False
         host = re.sub(r"^https?://", "", target).split("/")[0].split(":")[0]
-        with socket.create_connection((HOST, hosts[host]), 5) as server:
+        with socket.create_connection((HOST, hosts[host]), 30) as server:
             if method == "CONNECT":
                 client.sendall(b"HTTP/1.1 200 Made\r\nVia: test\r\n\r\n")
                 _tunnel(client, server)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +12,7 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 
-WAIT_SECONDS = 30.0
+from support.waiting import until
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,7 @@ class Receiver:
 
     def wait(self, count: int) -> list[ReceivedSpan]:
         """The spans, once there are `count`: they are sent every few seconds, and when an edge ends."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while len(self.spans) < count:
-            assert time.monotonic() < deadline, self.spans
-            time.sleep(0.02)
+        until(lambda: len(self.spans) >= count, lambda: self.spans)
         return self.spans
 
     def take(self, body: bytes) -> None:

@@ -14,13 +14,18 @@ from kvcdn.rendezvous import Contender
 from support.edge_process import object_files, running_edge, settle
 
 
-def free_urls(count: int) -> list[str]:
-    """URLs on ports of 127.0.0.1 that nobody has just now."""
+@contextlib.contextmanager
+def kept_urls(count: int) -> Iterator[list[str]]:
+    """URLs on ports of 127.0.0.1 that nobody is given, while the context lasts, but who asks for them by number.
+
+    A port that is bound and not listened at is free for whoever binds it as servers do (SO_REUSEADDR), and for nobody else.
+    """
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(("127.0.0.1", 0))
-        return [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+        yield [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
 def cache_of(folder: Path, url: str) -> Path:
@@ -31,8 +36,8 @@ def cache_of(folder: Path, url: str) -> Path:
 @contextlib.contextmanager
 def running_site(origin: str, folder: Path, count: int, **settings: Any) -> Iterator[dict[str, RunningEdge]]:
     """`count` edges by URL, all with the same list of peers."""
-    urls = free_urls(count)
     with contextlib.ExitStack() as stack:
+        urls = stack.enter_context(kept_urls(count))
         edges = {}
         for url in urls:
             given = {"listen": url.removeprefix("http://"), "peers": urls, "self": url, **settings}

@@ -50,11 +50,11 @@ def tls_front(target_port: int, context: ssl.SSLContext) -> Iterator[Front]:
 
 def _front(front: Front, client: socket.socket, target_port: int, context: ssl.SSLContext) -> None:
     """One connection: a request, its answer, and so on, as HTTP has it; so one thread is enough."""
-    client.settimeout(5)
+    client.settimeout(30)
     with client, contextlib.suppress(OSError):
         front.handshakes += 1
         secured = context.wrap_socket(client, server_side=True)
-        with secured, socket.create_connection((HOST, target_port), 5) as server:
+        with secured, socket.create_connection((HOST, target_port), 30) as server:
             answers = threading.Thread(target=_copy, args=(server, secured), daemon=True)
             answers.start()
             _copy(secured, server)
