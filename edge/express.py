@@ -7,6 +7,8 @@ with header fields that change nothing. Whatever else it may be, `answer` says N
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import time
@@ -15,7 +17,7 @@ from typing import NamedTuple
 
 from kvcdn.access.grant import Grant, Scope
 from kvcdn.digest import ModelTag
-from kvcdn.edge.access import Answered, record
+from kvcdn.edge.access import Answered, access_log, record
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.front import Delivery
 from kvcdn.edge.hops import from_edge
@@ -46,6 +48,11 @@ SHORT = "it could not be read to its end"
 
 FIELDS_REMEMBERED = 256
 """Sets of header fields, each byte for byte what a client always sends: some 0.5 MB."""
+
+NOTES_REMEMBERED = 4096
+"""Of as many objects: some 2 MB."""
+
+_NOTHING = contextlib.nullcontext()
 
 _ENDING = b" HTTP/1.1\r\n"
 
@@ -100,6 +107,8 @@ class Express:
         self._metrics, self._traffic, self._usage = metrics, traffic, usage
         self._fields: dict[bytes, _Fields] = {}
         """Sets of fields that will do, byte for byte."""
+        self._notes: dict[str, tuple[Entry, Note]] = {}
+        """By key, of the file that is cached under it."""
         self._second, self._date = 0, ""
 
     def answer(self, data: bytes, *, files: bool) -> bytes | Delivery | None:
@@ -172,14 +181,25 @@ class Express:
         return Delivery(head, sending, lambda: self._record(request, entry, trail, sending.sent))
 
     def _record(self, request: _Request, entry: Entry, trail: Trail, sent: int) -> None:
-        worth = entry.tokens / entry.size
-        note = Note("object", short_of(request.key), CacheOutcome.HIT, request.key, worth, tokens=entry.tokens)
         status, seconds = 200 if request.span is None else 206, time.perf_counter() - request.began
-        with following(trail):
-            record(self._metrics, self._traffic, Answered(note, request.method, request.grant.tenant, status, sent, seconds))
+        answer = Answered(self._note(request.key, entry), request.method, request.grant.tenant, status, sent, seconds)
+        # The trail is for the log alone.
+        with following(trail) if access_log.isEnabledFor(logging.INFO) else _NOTHING:
+            record(self._metrics, self._traffic, answer)
         if self._usage is not None:
             # What ties a request to a prompt, to a peer or to a tier is not for us.
-            self._usage.sent_whole(request.key, note, request.grant.tenant, sent)
+            self._usage.sent_whole(request.key, answer.note, answer.tenant, sent)
+
+    def _note(self, key: str, entry: Entry) -> Note:
+        """What is said of each answer with this object."""
+        known = self._notes.get(key)
+        if known is None or known[0] is not entry:
+            if len(self._notes) >= NOTES_REMEMBERED:
+                self._notes.clear()
+            worth = entry.tokens / entry.size
+            note = Note("object", short_of(key), CacheOutcome.HIT, key, worth, tokens=entry.tokens)
+            known = self._notes[key] = entry, note
+        return known[1]
 
     def _head(self, entry: Entry, span: ByteRange | None, request_id: str) -> bytes:
         now = time.time()

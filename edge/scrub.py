@@ -21,6 +21,7 @@ from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.revocations import Revoked
 from kvcdn.edge.storage import DiskCache, Entry, Harm
 from kvcdn.edge.target import ObjectName
+from kvcdn.edge.tasks import beside
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
 from kvcdn.errors import CorruptError, IntegrityError
@@ -62,14 +63,8 @@ class Scrub:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Scrubs while the context lasts; not at all where the rate is 0."""
-        task = asyncio.create_task(self._scrub(), name="scrub") if self._rate else None
-        try:
+        async with beside(self._scrub(), "scrub") if self._rate else contextlib.nullcontext():
             yield
-        finally:
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
 
     async def _scrub(self) -> None:
         while True:

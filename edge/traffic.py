@@ -21,6 +21,9 @@ MAX_MODELS = 100
 MAX_PAIRS = 1000
 """Tenants, models, and pairs of them that are counted by name: each is several time series."""
 
+MAX_KNOWN = 4096
+"""Combinations for which the sums are remembered."""
+
 OTHER = "other"
 """The name of what exceeds a limit."""
 
@@ -83,6 +86,8 @@ class Traffic:
         self.objects, self.prefixes = Hot(self.began), Hot(self.began)
         self.history = History(self.began, TIMELINE)
         self._speeds: Mapping[str, float] = {}
+        self._known: dict[tuple[str, str, CacheOutcome], tuple[Sums, ...]] = {}
+        """Sums by what an answer has, as looked up before: on the way of a small hit it is felt."""
 
     @property
     def knows_speeds(self) -> bool:
@@ -107,15 +112,24 @@ class Traffic:
         tag = note.key[3:35]
         speed = self._speeds.get(tag)
         seconds = tokens / speed if speed else 0.0
-        for sums in (
-            self.all,
-            _named(self.by_tenant, tenant, MAX_TENANTS, OTHER),
-            _named(self.by_model, tag, MAX_MODELS, OTHER),
-            _named(self.by_pair, (tenant, tag), MAX_PAIRS, (OTHER, OTHER)),
-            _named(self.by_outcome, note.cache, len(CacheOutcome), note.cache),
-        ):
+        for sums in self._concerned(tenant, tag, note.cache):
             sums.add(note, sent, tokens, seconds)
         self.objects.add(note.key, sent)
+
+    def _concerned(self, tenant: str, tag: str, cache: CacheOutcome) -> tuple[Sums, ...]:
+        """All sums that an answer belongs to."""
+        found = self._known.get((tenant, tag, cache))
+        if found is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            found = self._known[tenant, tag, cache] = (
+                self.all,
+                _named(self.by_tenant, tenant, MAX_TENANTS, OTHER),
+                _named(self.by_model, tag, MAX_MODELS, OTHER),
+                _named(self.by_pair, (tenant, tag), MAX_PAIRS, (OTHER, OTHER)),
+                _named(self.by_outcome, cache, len(CacheOutcome), cache),
+            )
+        return found
 
     def record(self, origin_bytes: float) -> None:
         """Takes the sums of now down in the history, beside the bytes that origins have sent so far."""

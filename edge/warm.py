@@ -22,8 +22,10 @@ from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.pins import Pins
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import Kind, ObjectName
+from kvcdn.edge.tasks import beside
 from kvcdn.errors import CorruptError
 from kvcdn.manifest import MAX_MANIFEST_BYTES, open_manifest
+from kvcdn.trail import Trail, current, following
 
 WARMERS = 4
 """Objects fetched at once: half of the places for fills, so that readers find one."""
@@ -81,12 +83,14 @@ class Warmed:
 
     objects: int
     here: int
+    size: int
+    """Bytes of what is here, without what peers keep."""
     waiting: int
     trouble: str
 
     def encode(self) -> bytes:
-        value = {"objects": self.objects, "here": self.here, "waiting": self.waiting, "trouble": self.trouble}
-        return json.dumps(value).encode("ascii")
+        value = {"objects": self.objects, "here": self.here, "bytes": self.size}
+        return json.dumps({**value, "waiting": self.waiting, "trouble": self.trouble}).encode("ascii")
 
 
 class Warming:
@@ -94,7 +98,8 @@ class Warming:
 
     def __init__(self, fetcher: Fetcher, cache: DiskCache, pins: Pins) -> None:
         self._fetcher, self._cache, self.pins = fetcher, cache, pins
-        self._waiting: deque[ObjectName] = deque()
+        self._waiting: deque[tuple[ObjectName, Trail]] = deque()
+        """With the trail of the order."""
         self._taken: set[str] = set()
         """Keys of what waits or is on its way."""
         self._failures: FadingMemory[str] = FadingMemory(WAITING_OBJECTS)
@@ -104,14 +109,11 @@ class Warming:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Fetches while the context lasts; fills that run then are the fetcher's to end."""
-        tasks = [asyncio.create_task(self._work(), name="warm") for _ in range(WARMERS)]
-        tasks.append(asyncio.create_task(self._keep_pins(), name="pins"))
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(WARMERS):
+                await stack.enter_async_context(beside(self._work(), "warm"))
+            await stack.enter_async_context(beside(self._keep_pins(), "pins"))
             yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def order(self, asked: WarmRequest) -> Warmed | Refused | None:
         """Has what was asked for fetched in the background; Refused where its manifest is not to be had.
@@ -141,16 +143,18 @@ class Warming:
     def _take(self, names: Sequence[ObjectName]) -> Warmed:
         missing = [name for name in names if not self._is_here(name.key)]
         trouble = ""
+        trail = current() or Trail.of(None)
         for name in missing:
             failure = self._failures.get(name.key)
             if failure is not None:
                 trouble = trouble or failure
             elif name.key not in self._taken and len(self._waiting) < WAITING_OBJECTS:
                 self._taken.add(name.key)
-                self._waiting.append(name)
+                self._waiting.append((name, trail))
         self._more.set()
         waiting = sum(name.key in self._taken for name in missing)
-        return Warmed(len(names), len(names) - len(missing), waiting, trouble)
+        size = sum(self._cache.size_of(name.key) or 0 for name in names)
+        return Warmed(len(names), len(names) - len(missing), size, waiting, trouble)
 
     def _is_here(self, key: str) -> bool:
         """Whether an order has nothing to wait for: the object is here, or it need not be, as a peer keeps it."""
@@ -163,19 +167,24 @@ class Warming:
             while not self._waiting:
                 self._more.clear()
                 await self._more.wait()
-            name = self._waiting.popleft()
-            try:
-                failure = await self._fetch(name)
-            except OSError as error:
-                failure = f"{name}: the edge cannot open a file ({error.strerror})"
-            except Exception:
-                log.exception("warming %s failed", name)
-                failure = f"{name}: the edge failed, its log says how"
-            finally:
-                self._taken.discard(name.key)
-            if failure is not None:
-                log.warning("not warmed: %s", failure)
-                self._failures.put(name.key, failure, FAILURE_SECONDS)
+            name, trail = self._waiting.popleft()
+            with following(trail):
+                await self._warm(name)
+
+    async def _warm(self, name: ObjectName) -> None:
+        """Has `name` here, or says in the log why not, and remembers it for who asks."""
+        try:
+            failure = await self._fetch(name)
+        except OSError as error:
+            failure = f"{name}: the edge cannot open a file ({error.strerror})"
+        except Exception:
+            log.exception("warming %s failed", name)
+            failure = f"{name}: the edge failed, its log says how"
+        finally:
+            self._taken.discard(name.key)
+        if failure is not None:
+            log.warning("not warmed: %s", failure)
+            self._failures.put(name.key, failure, FAILURE_SECONDS)
 
     async def _fetch(self, name: ObjectName) -> str | None:
         """Waits until `name` is in the cache; why it is not."""

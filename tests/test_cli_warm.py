@@ -29,4 +29,5 @@ def test_a_document_is_warmed_by_its_text(tmp_path: Path, options: list[str]) ->
         told = kvcdn("warm", document, *where, *options, home=home)
         assert 0 == told.code, told.err
         assert len(edge.cache) == told.json["objects"] >= 2
+        assert told.json["bytes"] == sum(edge.cache.size_of(key) or 0 for key in edge.cache.snapshot())
         assert 3 == kvcdn("warm", document, *where, *([] if options else ["--namespace", "ours"]), home=home).code

@@ -198,7 +198,8 @@ def test_what_is_warmed_is_here(document: Document, store: WatchedStore, tmp_pat
     with edge_in_thread(store, tmp_path / "cache") as edge:
         first = order(edge.admin_url, "/v1/warm", asked)
         assert (202, len(objects)) == (first.status, first.json()["objects"])
-        assert {"objects": len(objects), "here": len(objects), "waiting": 0, "trouble": ""} == warmed(edge, asked)
+        counts = {"objects": len(objects), "here": len(objects), "bytes": sum(map(len, objects.values()))}
+        assert {**counts, "waiting": 0, "trouble": ""} == warmed(edge, asked)
         assert 200 == order(edge.admin_url, "/v1/warm", asked).status
         assert sorted(objects) == sorted(store.streams)
         store.down = True

@@ -189,9 +189,12 @@ def test_a_request_is_on_its_trail(document: Document, tmp_path: Path) -> None:
             others = [answer(connection, get(document.manifest_key))[1][b"x-request-id"] for _ in range(2)]
             assert b"mine" == named[b"x-request-id"]
             assert 3 == len({b"mine", *others})
-        settle(edge.url)  # an answer is logged behind its last byte
-        lines = [json.loads(line) for line in edge.log().splitlines() if line.startswith("{")]
-        found = [line["request_id"] for line in lines if line["event"] == "request" and line["cache"] == "hit"]
+        # An answer is logged behind its last byte, and written by a thread.
+        deadline, found = time.monotonic() + 60, []
+        while len(found) < 3:
+            assert time.monotonic() < deadline, edge.log()
+            lines = [json.loads(line) for line in edge.log().splitlines() if line.startswith("{") and line.endswith("}")]
+            found = [line["request_id"] for line in lines if line["event"] == "request" and line["cache"] == "hit"]
         assert ["mine", *(other.decode() for other in others)] == found
 
 

@@ -51,6 +51,19 @@ def test_one_id_is_in_the_logs_of_all_tiers(origin: str, tmp_path: Path, documen
             assert ("request", "object", outcome) == (line["event"], line["route"], line["cache"])
 
 
+def test_what_an_order_has_fetched_has_its_id(origin: str, tmp_path: Path, document: Document) -> None:
+    """Objects that are fetched in the background, also those that wait, are asked for under the id of who ordered them."""
+    asked = {"model": str(document.model.tag), "addresses": document.addresses}
+    given = {"Content-Type": "application/json", "X-Request-Id": "order-1"}
+    with (
+        running_edge(origin, tmp_path / "far") as far,
+        running_edge(far.url, tmp_path / "near", admin_listen="127.0.0.1:0") as near,
+    ):
+        assert 202 == ask(near.admin_url, "/v1/warm", "POST", given, json.dumps(asked).encode()).status
+        found = lines(far, "order-1", len(document.blocks))
+        assert [("object", "miss")] * len(document.blocks) == [(line["route"], line["cache"]) for line in found]
+
+
 def test_every_answer_has_an_id(origin: str, tmp_path: Path, document: Document) -> None:
     """Its own, if the request brought none, or none that is a plain word; also on a connection that is kept."""
     key = next(iter(document.blocks))

@@ -44,6 +44,7 @@ def warm(
     while True:
         answer = order(edge, "/v1/warm", token, asked)
         objects, here, waiting = (count(answer, name, edge) for name in ("objects", "here", "waiting"))
+        size = count(answer, "bytes", edge)
         now = time.monotonic()
         if here >= objects:
             break
@@ -55,12 +56,12 @@ def warm(
             raise UnavailableError(
                 f"{edge} has {here:,} of {objects:,} objects and does not come forward", hint="is its capacity large enough?"
             )
-        tick(f"of {objects:,} objects are there", here)
+        tick(f"of {objects:,} objects are there, {size:,} bytes", here)
         time.sleep(PAUSE_SECONDS)
     if as_json:
-        print_json({"edge": edge, **asked, "objects": objects, "seconds": round(now - started, 3)})
+        print_json({"edge": edge, **asked, "objects": objects, "bytes": size, "seconds": round(now - started, 3)})
     else:
-        print_text(f"{objects:,} objects are {'pinned ' if pin else ''}at {edge}")
+        print_text(f"{objects:,} objects, {size:,} bytes, are {'pinned ' if pin else ''}at {edge}")
 
 
 def _asked(
