@@ -32,7 +32,7 @@ def refuse_ignored(given: set[str], *, service: bool) -> None:
 
 
 def unfulfilled(store: BlobStore, result: PublishResult, settings: PublisherSettings) -> list[tuple[str, str]]:
-    """What was asked for and is not so, as rows: a precision that is too coarse, and what manifests, which never change, keep."""
+    """What was asked for and is not so, as rows: a precision that is too coarse, and what a manifest keeps for ever."""
     rows = []
     if result.precision != settings.precision:
         bound = f"--min-quality {settings.min_quality:g}" if settings.min_quality is not None else "what is asked"
