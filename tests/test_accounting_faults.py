@@ -202,8 +202,8 @@ def test_who_lost_the_hits_of_that_day(books):
     merged, reports, _, _, _ = books
     lost = {entry.key.prompt: entry for entry in of(merged, Part.CLIENT) if entry.counts.get("tokens_lost")}
     assert {reports["no origin"].prompt_id, reports["killed"].prompt_id} == set(lost)
-    # A client only sees that an edge knows no more of the document; that the origin could not be asked, the edge tells.
-    assert Loss.DIVERGED is lost[reports["no origin"].prompt_id].key.loss
+    # The edge says so to the client, too.
+    assert Loss.UNAVAILABLE is lost[reports["no origin"].prompt_id].key.loss
     (row,) = rows(merged, By.ALL)
     assert {Loss.UNAVAILABLE: sum(entry.counts["tokens_lost"] for entry in lost.values())} == row.lost
 
