@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -56,6 +58,15 @@ def until(true):
         time.sleep(0.01)
 
 
+@contextlib.contextmanager
+def held(ledger):
+    """Nobody writes to a ledger meanwhile."""
+    with contextlib.closing(sqlite3.connect(ledger, timeout=WAIT_SECONDS, isolation_level=None)) as base:
+        base.execute("BEGIN IMMEDIATE")
+        yield
+        base.execute("ROLLBACK")
+
+
 class Day:
     """A bad day of a publisher, an edge that is killed and started again, and clients of which one is killed."""
 
@@ -106,13 +117,16 @@ class Day:
         # The metric counts what refusals say, too.
         self.sent["killed"] = metric(edge.url, SENT) - len(refused.body)
         link.inject(Fault(when=b"GET /v1", pass_bytes=PASSED, stall=True), times=2)
-        asking = threading.Thread(target=self.ask, args=("killed", link, text, usage))
-        asking.start()
-        until(lambda: link.pending == 0)
-        time.sleep(0.1)
-        link.refusing = True
-        os.kill(edge.pid, signal.SIGKILL)
-        asking.join()
+        came = link.bytes_passed + PASSED
+        # What the edge counts from now on it cannot write, however long it takes until it is killed.
+        with held(self.folder / "edge.sqlite"):
+            asking = threading.Thread(target=self.ask, args=("killed", link, text, usage))
+            asking.start()
+            until(lambda: link.pending == 0 and link.bytes_passed >= came)
+            time.sleep(0.1)
+            link.refusing = True
+            os.kill(edge.pid, signal.SIGKILL)
+            asking.join()
 
     def after(self, edge, link, usage):
         """A client is killed in mid-answer, another before it has written anything; then all is well."""
