@@ -21,7 +21,7 @@ USUAL_DECODING = 200e6
 """Stored bytes a second that one thread verifies, decrypts and decodes, before it was measured here."""
 
 USUAL_TRANSFORMING = 0.4e9
-USUAL_REFINING = 0.06e9
+USUAL_REFINING = 0.2e9
 """Raw bytes a second that the transform codec decodes in one thread, and that it and a refinement do (docs/codecs.md)."""
 
 _SAVE_SECONDS = 10.0

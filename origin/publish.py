@@ -43,7 +43,7 @@ class Publisher:
         """`journal` is the store's with the same key, where there is one already; `tenant` is for whom it publishes."""
         self.kept = Kept()  # or that of the publisher before this one, whose documents may begin alike
         self.loaded = loaded
-        self._store = store
+        self.store = store
         self._key = key
         self._journal = journal or Journal(store, key)
         self._tenant = tenant
@@ -81,7 +81,7 @@ class Publisher:
         check_length(self.loaded, len(token_ids))
 
         def run_for(names: PrefixNames) -> Run:
-            made = Run(self.loaded, self._store, self._key, self._trust, names, progress, self._record)
+            made = Run(self.loaded, self.store, self._key, self._trust, names, progress, self._record)
             made.kept = self.kept
             return made
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -45,6 +47,15 @@ READER = Path(__file__).with_name("support") / "usage_reader.py"
 def snapshot(path):
     with Ledger(path, create=False) as ledger:
         return ledger.snapshot()
+
+
+@contextlib.contextmanager
+def held(ledger):
+    """Nobody writes to a ledger meanwhile."""
+    with contextlib.closing(sqlite3.connect(ledger, timeout=WAIT_SECONDS, isolation_level=None)) as base:
+        base.execute("BEGIN IMMEDIATE")
+        yield
+        base.execute("ROLLBACK")
 
 
 class Day:
@@ -97,13 +108,16 @@ class Day:
         # The metric counts what refusals say, too.
         self.sent["killed"] = metric(edge.url, SENT) - len(refused.body)
         link.inject(Fault(when=b"GET /v1", pass_bytes=PASSED, stall=True), times=2)
-        asking = threading.Thread(target=self.ask, args=("killed", link, text, usage))
-        asking.start()
-        until(lambda: link.pending == 0)
-        time.sleep(0.1)
-        link.refusing = True
-        os.kill(edge.pid, signal.SIGKILL)
-        asking.join()
+        came = link.bytes_passed + PASSED
+        # What the edge counts from now on it cannot write, however long it takes until it is killed.
+        with held(self.folder / "edge.sqlite"):
+            asking = threading.Thread(target=self.ask, args=("killed", link, text, usage))
+            asking.start()
+            until(lambda: link.pending == 0 and link.bytes_passed >= came)
+            time.sleep(0.1)
+            link.refusing = True
+            os.kill(edge.pid, signal.SIGKILL)
+            asking.join()
 
     def after(self, edge, link, usage):
         """A client is killed in mid-answer, another before it has written anything; then all is well."""
@@ -193,8 +207,8 @@ def test_who_lost_the_hits_of_that_day(books):
     merged, reports, _, _, _ = books
     lost = {entry.key.prompt: entry for entry in of(merged, Part.CLIENT) if entry.counts.get("tokens_lost")}
     assert {reports["no origin"].prompt_id, reports["killed"].prompt_id} == set(lost)
-    # A client only sees that an edge knows no more of the document; that the origin could not be asked, the edge tells.
-    assert Loss.DIVERGED is lost[reports["no origin"].prompt_id].key.loss
+    # The edge says so to the client, too.
+    assert Loss.UNAVAILABLE is lost[reports["no origin"].prompt_id].key.loss
     (row,) = rows(merged, By.ALL)
     assert {Loss.UNAVAILABLE: sum(entry.counts["tokens_lost"] for entry in lost.values())} == row.lost
 

@@ -43,8 +43,10 @@ def copy(
 
     from_store, to_store, progress = open_store(source, endpoint=endpoint), open_store(target, endpoint=to_endpoint), ticking()
     tag = find_model(from_store, model, progress) if model is not None else None
-    if resign and from_store.url == to_store.url:
-        raise UsageError("nothing is overwritten, so that copies cannot be signed anew in place", hint="name another target")
+    if from_store.url == to_store.url:
+        raise UsageError("source and target are the same origin, where nothing is overwritten", hint="name another target")
+    if key is not None:
+        signing_key(key)  # a wrong one is told before anything is copied
     journal = partial(open_journal, to_store, key)
     resigner = None
     if resign:
@@ -60,6 +62,8 @@ def copy(
                 ("there", f"{copied.existed:,} documents, and {copied.blocks_existed:,} blocks of those copied"),
             ]
         )
+    if not (copied.documents or copied.existed or copied.damaged or copied.untrusted or copied.conflicts):
+        note(f"nothing is published at {from_store.url}")
     for failure in (*copied.damaged, *copied.untrusted, *copied.conflicts):
         note(f"kvcdn: not copied: {failure['object']}: {failure['reason']}")
     if copied.conflicts:

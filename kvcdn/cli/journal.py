@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcdn.cli.inspect import SHORT
-from kvcdn.cli.options import AsJson, Endpoint, Origin, TrustFile, open_origin, trust_list
+from kvcdn.cli.options import AsJson, Endpoint, OwnOrigin, TrustFile, open_origin, trust_list
 from kvcdn.cli.output import note, print_json, print_pairs, print_table, print_text, ticking
 from kvcdn.errors import CorruptError, UsageError
 
@@ -30,7 +30,7 @@ _NAMED = 3
 
 @app.command("ls")
 def list_entries(
-    origin: Origin = None,
+    origin: OwnOrigin = None,
     endpoint: Endpoint = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many entries, the newest.")] = 50,
     before: Annotated[int | None, typer.Option(min=1, help="Only entries before this number.")] = None,
@@ -74,7 +74,7 @@ def list_entries(
 
 @app.command()
 def verify(
-    origin: Origin = None,
+    origin: OwnOrigin = None,
     endpoint: Endpoint = None,
     trust: TrustFile = None,
     *,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcdn.cli.inspect import SHORT, day, describe_manifest
-from kvcdn.cli.options import AsJson, Endpoint, Origin, TrustFile, open_origin, trust_list
+from kvcdn.cli.options import AsJson, Endpoint, OwnOrigin, TrustFile, open_origin, trust_list
 from kvcdn.cli.output import note, print_text, size, ticking
 from kvcdn.errors import UsageError
 
@@ -33,7 +33,7 @@ _HEADINGS = ["ADDRESS", "MODEL", "TOKENS", "STORED", "CREATED", "TRUSTED", "LABE
 
 
 def list_documents(
-    origin: Origin = None,
+    origin: OwnOrigin = None,
     endpoint: Endpoint = None,
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="Only documents of this model: its name, tag or fingerprint.")
@@ -76,7 +76,8 @@ def list_documents(
     if page.next_key:
         note(f"more follow: --after {page.next_key}")
     elif not page.last_key:
-        note(f"nothing is published at {store.url}" + (f" for {model}" if model else ""))
+        chosen = model or label or publisher or expired or after
+        note(f"nothing at {store.url} is of that kind" if chosen else f"nothing is published at {store.url}")
 
 
 class _Page:

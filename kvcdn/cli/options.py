@@ -29,6 +29,12 @@ Origin = Annotated[
     str | None,
     typer.Option(envvar="KVCDN_ORIGIN", help="A folder, s3://bucket/prefix, or http(s)://host. Default: a folder of yours."),
 ]
+OwnOrigin = Annotated[
+    str | None,
+    typer.Option("--origin", envvar="KVCDN_ORIGIN", help="A folder or s3://bucket/prefix. Default: a folder of yours."),
+]
+"""An origin that is listed or written to, which web servers cannot be."""
+
 Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint, for a server that is not AWS.")]
 Edge = Annotated[
     list[str] | None,
@@ -37,7 +43,10 @@ Edge = Annotated[
         help="URL of an edge, to be used in place of the origin; several times, or with commas, for several edges.",
     ),
 ]
-Token = Annotated[str | None, typer.Option(envvar="KVCDN_TOKEN", help="Bearer token for the edge.", show_envvar=True)]
+Token = Annotated[
+    str | None,
+    typer.Option(envvar="KVCDN_TOKEN", help="Bearer token for the edge, or the service.", show_envvar=True),
+]
 NamespaceName = Annotated[
     str | None, typer.Option("--namespace", "-n", help="Private namespace; its secret must be on this machine.")
 ]
@@ -143,12 +152,16 @@ def quiet_libraries() -> None:
     logging.disable_progress_bar()
 
 
-def refuse_others(ctx: typer.Context, option: str, beside: AbstractSet[str]) -> None:
-    """What goes with `option` has its own assumptions: options but those `beside` would be ignored, so they are refused."""
+def on_command_line(ctx: typer.Context) -> set[str]:
+    """The parameters that were given as options or arguments, and not by a default or a variable."""
     # By name: typer may carry a click of its own, whose enum is another.
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    others = sorted(set(given) - {option, *beside})
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
+def refuse_others(ctx: typer.Context, option: str, beside: AbstractSet[str]) -> None:
+    """What goes with `option` has its own assumptions: options but those `beside` would be ignored, so they are refused."""
+    others = sorted(on_command_line(ctx) - {option, *beside})
     if others:
         raise UsageError(
             f"--{option} has its own assumptions and takes no --{others[0].replace('_', '-')}",

@@ -19,16 +19,18 @@ from kvcdn.cli.options import (
     Chat,
     Endpoint,
     NamespaceName,
-    Origin,
+    OwnOrigin,
     Token,
     TrustFile,
     UsageFile,
+    on_command_line,
     open_origin,
     quiet_libraries,
     signing_key,
     trust_list,
 )
 from kvcdn.cli.output import link, note, print_error, print_json, print_pairs, size
+from kvcdn.cli.wishes import refuse_ignored, unfulfilled
 from kvcdn.errors import KvcdnError, UsageError
 
 if TYPE_CHECKING:
@@ -47,10 +49,11 @@ _NAME_CHARACTERS = 200
 
 
 def publish(
+    ctx: typer.Context,
     source: Annotated[str, typer.Argument(help="A text file, a folder of them, an http(s) URL, or - for standard input.")],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Checkpoint folder, hub id, or alias.")] = None,
     adapter: Adapter = None,
-    origin: Origin = None,
+    origin: OwnOrigin = None,
     endpoint: Endpoint = None,
     config: Annotated[Path | None, typer.Option(help="Settings file; infra/origin.toml is a commented sample.")] = None,
     precision: Annotated[
@@ -100,6 +103,7 @@ def publish(
     Options override the settings file and KVCDN_PUBLISHER_* variables.
     Where the same has been published already, nothing is done; an interrupted run is taken up where it ended.
     """
+    refuse_ignored(on_command_line(ctx), service=service is not None)
     if service is not None:
         if progressive:
             raise UsageError("a prefill service publishes nothing progressively", hint="leave --service or --progressive out")
@@ -235,7 +239,7 @@ def _publishing(
         if as_json:
             print_json({"document": document.name, **result.to_json()})
         else:
-            _print_result(document.name, result)
+            _print_result(document.name, result, unfulfilled(publisher.store, result, settings))
 
     return handle
 
@@ -311,7 +315,7 @@ def _refinement_pairs(result: PublishResult) -> list[tuple[str, str]]:
     return [("refinement", f"{rest['precision']} {rest['address']}: {size(rest['stored_bytes'])} more, {whole} for exact KV")]
 
 
-def _print_result(name: str, result: PublishResult) -> None:
+def _print_result(name: str, result: PublishResult, more: list[tuple[str, str]]) -> None:
     if result.status == "exists":
         did = "published already, nothing to do"
     else:
@@ -327,5 +331,6 @@ def _print_result(name: str, result: PublishResult) -> None:
             ("size", f"{size(result.raw_bytes)} raw, {size(result.stored_bytes)} stored (ratio {result.ratio:.3f})"),
             ("precision", result.precision if certificate is None else f"{result.precision}: {certificate}"),
             *_refinement_pairs(result),
+            *more,
         ]
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcdn.cli.options import AsJson, Endpoint, KeyFile, Origin, open_journal, open_origin
+from kvcdn.cli.options import AsJson, Endpoint, KeyFile, OwnOrigin, open_journal, open_origin
 from kvcdn.cli.output import note, print_json, print_pairs, size, ticking
 from kvcdn.errors import UsageError
 
@@ -20,7 +20,7 @@ def remove(
         list[str],
         typer.Argument(help="Documents' addresses, the beginnings of them, or their object keys.", metavar="ADDRESS..."),
     ],
-    origin: Origin = None,
+    origin: OwnOrigin = None,
     endpoint: Endpoint = None,
     key: KeyFile = None,
     *,
@@ -45,7 +45,7 @@ def remove(
 
 def retire(
     model: Annotated[str, typer.Option("--model", "-m", help="The model's tag, fingerprint, or the name it was published by.")],
-    origin: Origin = None,
+    origin: OwnOrigin = None,
     endpoint: Endpoint = None,
     key: KeyFile = None,
     *,

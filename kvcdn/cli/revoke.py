@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcdn.cli.inspect import day
-from kvcdn.cli.options import AsJson, Endpoint, KeyFile, Origin, open_origin, signing_key
+from kvcdn.cli.options import AsJson, Endpoint, KeyFile, OwnOrigin, open_origin, signing_key
 from kvcdn.cli.output import note, print_json, print_pairs, ticking
 from kvcdn.errors import NotFoundError, UsageError
 
@@ -30,7 +30,7 @@ def revoke(
     model: Annotated[
         list[str] | None, typer.Option("--model", "-m", help="A model's tag, fingerprint, or the name it was published by.")
     ] = None,
-    origin: Origin = None,
+    origin: OwnOrigin = None,
     endpoint: Endpoint = None,
     key: KeyFile = None,
     days: Annotated[int, typer.Option(min=1, max=400, help="Days until the list has to be renewed.")] = 90,
@@ -49,7 +49,10 @@ def revoke(
     from kvcdn.origin.revocation import Targets, change_revocations  # noqa: PLC0415
     from kvcdn.signing import PublicKey  # noqa: PLC0415
 
-    if renew is bool(addresses or publisher or model):
+    named = bool(addresses or publisher or model)
+    if renew and (named or undo):
+        raise UsageError("--renew changes nothing but the date: it takes nothing to revoke", hint="leave it or the rest out")
+    if not renew and not named:
         raise UsageError("there is nothing to revoke", hint="name addresses, --publisher or --model; or only --renew")
     store, signer = open_origin(origin, endpoint), signing_key(key, create=False)
     targets = Targets(

@@ -62,7 +62,15 @@ def show(
         raise UsageError("an address says its precision and namespace itself", hint="name the document, and its --model")
     store, trusted = open_origin(origin, endpoint), trust_list(trust).without(load_distrust())
     text = _object_key(target, model, adapter or [], namespace, precision, chat=chat) if model else target
-    listed = read_manifest(store, find_manifest(store, text))
+    try:
+        info = find_manifest(store, text)
+    except NotFoundError:
+        if model is None:
+            raise
+        where = f"for {model}, in {precision}, namespace {namespace or 'public'}" + (", as a chat" if chat else "")
+        hint = "kvcdn ls shows what is; was it another precision, namespace or text?"
+        raise NotFoundError(f"{target} is not published at {store.url} {where}", hint=hint) from None
+    listed = read_manifest(store, info)
     if listed is None:
         raise NotFoundError(f"{text} has just been removed from {store.url}")
     if listed.manifest is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcdn.cli.options import AsJson, Endpoint, KeyFile, Origin, open_journal, open_origin
+from kvcdn.cli.options import AsJson, Endpoint, KeyFile, OwnOrigin, open_journal, open_origin
 from kvcdn.cli.output import note, print_json, print_pairs, print_text, size, ticking
 from kvcdn.errors import CorruptError, UsageError
 
@@ -23,7 +23,7 @@ _SHOWN = 50
 
 
 def collect(
-    origin: Origin = None,
+    origin: OwnOrigin = None,
     endpoint: Endpoint = None,
     grace: Annotated[
         str,
@@ -47,6 +47,8 @@ def collect(
         print_json({"origin": store.url, "grace_seconds": seconds, **found.to_json()})
     else:
         _show_collected(found)
+    if not found.models:
+        note(f"nothing is published at {store.url}")
     for skipped in found.skipped:
         note(f"kvcdn: model {skipped['model_tag']} was left alone: {skipped['reason']}\n       {skipped['hint']}")
     if found.skipped:
@@ -54,7 +56,7 @@ def collect(
 
 
 def check(
-    origin: Origin = None,
+    origin: OwnOrigin = None,
     endpoint: Endpoint = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Only this model: its name, tag or fingerprint.")] = None,
     key: KeyFile = None,
@@ -86,6 +88,8 @@ def check(
         print_json({"origin": store.url, **found.to_json()})
     else:
         _show_checked(found)
+    if not found.models:
+        note(f"nothing is published at {store.url}")
     if found.exit_code:
         raise typer.Exit(found.exit_code)
 

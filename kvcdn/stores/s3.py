@@ -93,8 +93,9 @@ class S3Store:
             )
         except ValueError:
             raise UsageError(f"{url[:200]!r} is not an s3:// URL", hint=s3_client.URL_HINT) from None
-        unknown = options.keys() - OPTIONS
-        if unknown or parts.fragment or parts.scheme.lower() != "s3":
+        if unknown := options.keys() - OPTIONS:
+            raise UsageError(f"an s3:// URL has no option {min(unknown)[:40]!r}", hint=f"it has {', '.join(sorted(OPTIONS))}")
+        if parts.fragment or parts.scheme.lower() != "s3":
             raise UsageError(f"{url[:200]!r} is not an s3:// URL that we know to read", hint=s3_client.URL_HINT)
         if endpoint is not None:
             options["endpoint"] = endpoint
