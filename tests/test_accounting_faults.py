@@ -33,7 +33,7 @@ from support.edge_process import ask, metric, running_edge, settle
 from support.faults import Fault, faulty_link
 from support.published import publish_text
 from support.tiny import TEXT
-from support.waiting import until
+from support.waiting import WAIT_SECONDS, until
 from support.web import running_web
 
 SENT = 'kvcdn_edge_response_body_bytes_total{route="object"}'
