@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -97,12 +99,16 @@ class Day:
         # The metric counts what refusals say, too.
         self.sent["killed"] = metric(edge.url, SENT) - len(refused.body)
         link.inject(Fault(when=b"GET /v1", pass_bytes=PASSED, stall=True), times=2)
+        passed = link.bytes_passed
         asking = threading.Thread(target=self.ask, args=("killed", link, text, usage))
-        asking.start()
-        until(lambda: link.pending == 0)
-        time.sleep(0.1)
-        link.refusing = True
-        os.kill(edge.pid, signal.SIGKILL)
+        # It is killed before it has written down what it counts from now on, however long the rest takes.
+        with contextlib.closing(sqlite3.connect(self.folder / "edge.sqlite", isolation_level=None)) as ledger:
+            ledger.execute("BEGIN IMMEDIATE")
+            asking.start()
+            until(lambda: link.pending == 0 and link.bytes_passed >= passed + 2 * PASSED)
+            link.refusing = True
+            os.kill(edge.pid, signal.SIGKILL)
+            edge.process.wait()
         asking.join()
 
     def after(self, edge, link, usage):
@@ -193,8 +199,8 @@ def test_who_lost_the_hits_of_that_day(books):
     merged, reports, _, _, _ = books
     lost = {entry.key.prompt: entry for entry in of(merged, Part.CLIENT) if entry.counts.get("tokens_lost")}
     assert {reports["no origin"].prompt_id, reports["killed"].prompt_id} == set(lost)
-    # A client only sees that an edge knows no more of the document; that the origin could not be asked, the edge tells.
-    assert Loss.DIVERGED is lost[reports["no origin"].prompt_id].key.loss
+    # An edge that cannot ask its origin says so.
+    assert Loss.UNAVAILABLE is lost[reports["no origin"].prompt_id].key.loss
     (row,) = rows(merged, By.ALL)
     assert {Loss.UNAVAILABLE: sum(entry.counts["tokens_lost"] for entry in lost.values())} == row.lost
 
