@@ -33,7 +33,7 @@ from support.edge_process import ask, metric, running_edge, settle
 from support.faults import Fault, faulty_link
 from support.published import publish_text
 from support.tiny import TEXT
-from support.waiting import WAIT_SECONDS, until
+from support.waiting import until
 from support.web import running_web
 
 SENT = 'kvcdn_edge_response_body_bytes_total{route="object"}'
@@ -47,15 +47,6 @@ READER = Path(__file__).with_name("support") / "usage_reader.py"
 def snapshot(path):
     with Ledger(path, create=False) as ledger:
         return ledger.snapshot()
-
-
-@contextlib.contextmanager
-def held(ledger):
-    """Nobody writes to a ledger meanwhile."""
-    with contextlib.closing(sqlite3.connect(ledger, timeout=WAIT_SECONDS, isolation_level=None)) as base:
-        base.execute("BEGIN IMMEDIATE")
-        yield
-        base.execute("ROLLBACK")
 
 
 class Day:
@@ -108,16 +99,17 @@ class Day:
         # The metric counts what refusals say, too.
         self.sent["killed"] = metric(edge.url, SENT) - len(refused.body)
         link.inject(Fault(when=b"GET /v1", pass_bytes=PASSED, stall=True), times=2)
-        came = link.bytes_passed + PASSED
-        # What the edge counts from now on it cannot write, however long it takes until it is killed.
-        with held(self.folder / "edge.sqlite"):
-            asking = threading.Thread(target=self.ask, args=("killed", link, text, usage))
+        passed = link.bytes_passed
+        asking = threading.Thread(target=self.ask, args=("killed", link, text, usage))
+        # It is killed before it has written down what it counts from now on, however long the rest takes.
+        with contextlib.closing(sqlite3.connect(self.folder / "edge.sqlite", isolation_level=None)) as ledger:
+            ledger.execute("BEGIN IMMEDIATE")
             asking.start()
-            until(lambda: link.pending == 0 and link.bytes_passed >= came)
-            time.sleep(0.1)
+            until(lambda: link.pending == 0 and link.bytes_passed >= passed + 2 * PASSED)
             link.refusing = True
             os.kill(edge.pid, signal.SIGKILL)
-            asking.join()
+            edge.process.wait()
+        asking.join()
 
     def after(self, edge, link, usage):
         """A client is killed in mid-answer, another before it has written anything; then all is well."""
@@ -207,7 +199,7 @@ def test_who_lost_the_hits_of_that_day(books):
     merged, reports, _, _, _ = books
     lost = {entry.key.prompt: entry for entry in of(merged, Part.CLIENT) if entry.counts.get("tokens_lost")}
     assert {reports["no origin"].prompt_id, reports["killed"].prompt_id} == set(lost)
-    # The edge says so to the client, too.
+    # An edge that cannot ask its origin says so.
     assert Loss.UNAVAILABLE is lost[reports["no origin"].prompt_id].key.loss
     (row,) = rows(merged, By.ALL)
     assert {Loss.UNAVAILABLE: sum(entry.counts["tokens_lost"] for entry in lost.values())} == row.lost
