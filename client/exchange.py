@@ -8,12 +8,14 @@ from typing import Self
 
 from kvcdn.client.connections import CONNECT_SECONDS, ConnectionPool
 from kvcdn.client.patience import Patience
-from kvcdn.client.wire import BrokenError
+from kvcdn.client.wire import BrokenError, OriginDownError
 from kvcdn.errors import CorruptError, UnavailableError
 from kvcdn.stores.http import retry_after
 
 _WAITED_SHARE = 0.2
 """An answer that was waited for less than this part of the time since its request was there before anybody looked."""
+
+_ORIGIN_UNAVAILABLE = "detail=origin-unavailable"
 
 _NO_FIELDS: Mapping[str, str] = {}
 
@@ -199,6 +201,11 @@ class Exchange:
         self.close()
 
 
+def lacks_origin(cache_status: str) -> bool:
+    """Whether an edge, or one behind it, says in its Cache-Status (RFC 9211) that it could not ask its origin."""
+    return any(_ORIGIN_UNAVAILABLE in (part.strip() for part in cache.split(";")[1:]) for cache in cache_status.split(","))
+
+
 def unexpected(exchange: Exchange, what: str) -> UnavailableError:
     """The error for an answer with a status that ends the matter, or that only another edge could better."""
     status, url = exchange.status, exchange.pool.url
@@ -208,7 +215,8 @@ def unexpected(exchange: Exchange, what: str) -> UnavailableError:
         case 407:
             return BrokenError(f"the proxy before {url} refuses us (407)", hint="see HTTP_PROXY", elsewhere=True)
         case 429 | 502 | 503 | 504:
-            return BrokenError(f"{url} answers {status} for {what}", retry_after=retry_after(exchange.header("Retry-After")))
+            kind = OriginDownError if lacks_origin(exchange.header("Cache-Status")) else BrokenError
+            return kind(f"{url} answers {status} for {what}", retry_after=retry_after(exchange.header("Retry-After")))
         case _ if 300 <= status < 400:  # noqa: PLR2004 - HTTP's redirects
             return BrokenError(
                 f"{url} answers with a redirect ({status}), which is not followed",

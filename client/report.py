@@ -6,6 +6,7 @@ import enum
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from kvcdn.client.wire import OriginDownError
 from kvcdn.errors import (
     CorruptError,
     KvcdnError,
@@ -39,6 +40,7 @@ class MissReason(enum.StrEnum):
     def of(cls, error: KvcdnError) -> Self:
         """The reason that `error` amounts to."""
         for kind, reason in (
+            (OriginDownError, cls.ORIGIN_UNAVAILABLE),
             (NotFoundError, cls.NOT_PUBLISHED),
             (RevokedError, cls.REVOKED),
             (UntrustedError, cls.UNTRUSTED),

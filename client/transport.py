@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from kvcdn.client.connections import CONNECT_SECONDS
 from kvcdn.client.edges import Edge, EdgeGroup
-from kvcdn.client.exchange import Exchange, unexpected
+from kvcdn.client.exchange import Exchange, lacks_origin, unexpected
 from kvcdn.client.link import LinkEstimate
 from kvcdn.client.patience import STALL_SECONDS, Patience
 from kvcdn.client.readers import RangedReader, StreamReader
@@ -36,8 +36,6 @@ MATCH_ADDRESSES = 4096
 """Addresses an edge accepts in one match (FORMAT.md section 7)."""
 
 MATCH_REPLY_BYTES = 1 << 20
-
-_ORIGIN_UNAVAILABLE = "detail=origin-unavailable"
 
 _Found = TypeVar("_Found")
 
@@ -113,7 +111,7 @@ class _EdgeSession:
             if exchange.status != 200:  # noqa: PLR2004 - HTTP's own number
                 raise unexpected(exchange, "match")
             count = _count(exchange.read_all(MATCH_REPLY_BYTES), len(addresses), exchange.pool.url)
-            if count < len(addresses) and is_cut(exchange.header("Cache-Status")):
+            if count < len(addresses) and lacks_origin(exchange.header("Cache-Status")):
                 self.cut_short = f"{exchange.pool.url} cannot reach its origin, and does not know what follows"
             return count
 
@@ -189,11 +187,6 @@ class _EdgeSession:
 
     def close(self) -> None:
         """Nothing is held between reads."""
-
-
-def is_cut(cache_status: str) -> bool:
-    """Whether an edge, or one behind it, says in its Cache-Status (RFC 9211) that it could not ask its origin for the rest."""
-    return any(_ORIGIN_UNAVAILABLE in (part.strip() for part in cache.split(";")[1:]) for cache in cache_status.split(","))
 
 
 def _count(reply: bytes, most: int, url: str) -> int:

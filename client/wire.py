@@ -39,6 +39,10 @@ class BrokenError(UnavailableError):
         self.waited_s = waited_s
 
 
+class OriginDownError(BrokenError):
+    """An edge says that its origin, which it has to ask, cannot be reached."""
+
+
 _NOBODY = Patience.of_prompt()
 """The patience of a wire that serves no prompt, and waits for nothing."""
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from kvcdn.client import MissReason
+from kvcdn.client.exchange import lacks_origin
 from kvcdn.client.sources import open_source
-from kvcdn.client.transport import EdgeSource, is_cut
-from kvcdn.keys import PrefixNames
+from kvcdn.client.transport import EdgeSource
+from kvcdn.errors import UnavailableError
+from kvcdn.keys import PrefixNames, block_key
 from kvcdn.model.tokens import Prompt
 from kvcdn.stores.folder import FolderStore
 from support.edge_process import running_edge
@@ -62,6 +64,17 @@ def test_who_reaches_the_origin_himself_asks_it(document, orphan):
         assert (len(document.token_ids) - 1, None) == (report.tokens_reused, report.reason)
 
 
+def test_an_object_that_an_edge_cannot_get_is_told_from_an_edge_that_is_down(document, orphan):
+    """The error of a block leads to the same reason."""
+    with document.client(EdgeSource(orphan)) as client:
+        names = PrefixNames.of(document.loaded.identity, client.namespace, document.token_ids)
+    session = EdgeSource(orphan).session()
+    session.hurry(0.0)
+    with pytest.raises(UnavailableError) as caught:
+        session.read(block_key(document.loaded.identity.tag, names.blocks[1].address), 1 << 30)
+    assert MissReason.ORIGIN_UNAVAILABLE is MissReason.of(caught.value)
+
+
 def test_a_match_that_was_complete_is_not_cut(document, tmp_path):
     """Of a document that is not published further, by an edge that is well."""
     with running_edge(document.store.url, tmp_path) as edge, contextlib.closing(EdgeSource(edge.url)) as source:
@@ -88,4 +101,4 @@ def test_a_match_that_was_complete_is_not_cut(document, tmp_path):
 )
 def test_the_word_is_found_among_those_of_other_caches(header, cut):
     """RFC 9211: a list of caches, each with parameters."""
-    assert cut is is_cut(header)
+    assert cut is lacks_origin(header)
