@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from kvcdn.cli.bench_page import codecs, in_order, machine_words, measured, rend
 from kvcdn.cli.bench_plot import PLOTS
 from kvcdn.cli.bench_suite import BENCHES, benches, load_results
 from kvcdn.cli.bench_targets import judge
+from kvcdn.cli.machine import machine
 from kvcdn.cli.synthetic_trace import write_trace
 from kvcdn.economics.report import fill
 from kvcdn.errors import UsageError
@@ -104,13 +106,28 @@ def test_a_miss_is_called_one(ratio, met, word):
         ({"load_average": [2.0, 1, 1], "load_before": 0.1}, "; load 0.1 before, 2.0 at its end."),
         ({"load_average": [2.0, 1, 1], "load_before": 1.1}, "; load 1.1 before, 2.0 at its end. **Noisy**: other"),
         ({"load_average": [3.1, 1, 1]}, "; load 3.1 at its end. **Noisy**: other programs were running."),
+        ({"load_average": [2.0, 1, 1], "scheduling": "normal"}, "; load 2.0 at its end."),
+        (
+            {"load_average": [2.0, 1, 1], "scheduling": "fifo"},
+            "; load 2.0 at its end. **Scheduled fifo**, in real time: whoever",
+        ),
     ],
 )
 def test_a_machine_is_told_with_its_load(load, words):
-    """More than a benchmark's own processes, or anything before it, makes it noisy."""
+    """More than a benchmark's own processes, or anything before it, makes it noisy; so does a real-time policy."""
     told = {"time": "2026-01-01T00:00Z", "cores": 2, "cpu": "A processor", "kvcdn": "0.1.0", "torch": "2.13.0", **load}
     assert f"2 cores of A processor, kvcdn 0.1.0{words}" in machine_words({"machine": told})
     assert ", a-model, torch 2.13.0; load" in machine_words({"machine": told, "model": "a-model"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [(os.SCHED_OTHER, "normal"), (os.SCHED_BATCH, "normal"), (os.SCHED_RR, "round-robin"), (os.SCHED_FIFO, "fifo")],
+)
+def test_a_benchmark_tells_how_it_is_scheduled(monkeypatch, policy, name):
+    """Also where children would not inherit it."""
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: policy | os.SCHED_RESET_ON_FORK)
+    assert name == machine()["scheduling"]
 
 
 def test_the_page_of_codecs_tells_the_kept_result():

@@ -76,6 +76,8 @@ def machine_words(result: Result) -> str:
     # Of what ran before nothing was the benchmark's own.
     if load > NOISY_ABOVE * told["cores"] or (before or 0.0) > told["cores"] / 2:
         words += ". **Noisy**: other programs were running"
+    if (policy := told.get("scheduling", "normal")) != "normal":
+        words += f". **Scheduled {policy}**, in real time: whoever computes holds up who waits for bytes"
     return f"{words}."
 
 

@@ -25,11 +25,19 @@ _LOAD_BEFORE = os.getloadavg()[0]
 """When the command began: what ran before, and beside, a benchmark."""
 
 
+_REAL_TIME = {os.SCHED_FIFO: "fifo", os.SCHED_RR: "round-robin"}
+
+
+def _scheduling() -> str:
+    """`normal`, or a real-time policy, under which whoever computes keeps others from their core for long at a time."""
+    return _REAL_TIME.get(os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK, "normal")
+
+
 def machine(loaded: LoadedModel | None = None) -> dict[str, Any]:
     """Processor, memory, versions, UTC time and load; with a model also its name, dtype, device and libraries.
 
     The load average tells what else was running: above the number of cores, times are noisy. `load_before` is that of the
-    minute before the command began, without the benchmark itself.
+    minute before the command began, without the benchmark itself. `scheduling` is `normal`, or a real-time policy.
     """
     name, instructions = cpu()
     told: dict[str, Any] = {
@@ -41,6 +49,7 @@ def machine(loaded: LoadedModel | None = None) -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
         "load_average": [round(value, 2) for value in os.getloadavg()],
         "load_before": round(_LOAD_BEFORE, 2),
+        "scheduling": _scheduling(),
         "python": platform.python_version(),
         "kvcdn": __version__,
         **dict(_versions()),

@@ -7,7 +7,19 @@ from typing import Any
 
 from support.command import Ran
 
-MACHINE = {"cpu", "cores", "memory_bytes", "system", "time", "load_average", "load_before", "python", "kvcdn", "torch"}
+MACHINE = {
+    "cpu",
+    "cores",
+    "memory_bytes",
+    "system",
+    "time",
+    "load_average",
+    "load_before",
+    "scheduling",
+    "python",
+    "kvcdn",
+    "torch",
+}
 
 SPREAD = {"median", "least", "most", "runs"}
 
