@@ -244,13 +244,14 @@ class Race:
         Behind a prefix, up to _DEAD_LINK_TOKENS where nothing will come that could be met. Not together with what will not come
         what may come meanwhile. While nothing is known of the link, most of them: what is slow to answer is rarely fast.
         """
-        if first and expected.fetch != math.inf:
-            return 1
         rest = fetch.deliveries[first:]
-        alike = next((at for at, one in enumerate(rest) if one.complete or one.lost != rest[0].lost), len(rest))
-        wanted = math.ceil(len(rest) * _UNKNOWN_SHARE) if expected.both is None else expected.computed_blocks
         if first:
-            wanted = _DEAD_LINK_TOKENS // self._loaded.identity.layout.block_tokens
+            wanted = _DEAD_LINK_TOKENS // self._loaded.identity.layout.block_tokens if expected.fetch == math.inf else 1
+        elif expected.both is None:
+            wanted = math.ceil(len(rest) * _UNKNOWN_SHARE)
+        else:
+            wanted = expected.computed_blocks
+        alike = next((at for at, one in enumerate(rest) if one.complete or one.lost != rest[0].lost), len(rest))
         return max(1, min(wanted, alike))
 
     def _at_layer(self, fetch: PrefixFetch, layer: int) -> None:

@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcdn.access import listening as access
+from kvcdn.access import listening
 from kvcdn.access.guard import read_token
+from kvcdn.edge import sockets
 from kvcdn.edge.access import AccessLogger, access_log
 from kvcdn.edge.administration import Administration
 from kvcdn.edge.admission import Admission
@@ -27,7 +28,6 @@ from kvcdn.edge.fetch import Fetcher
 from kvcdn.edge.front import Answering, FrontedServer
 from kvcdn.edge.guard import Guard
 from kvcdn.edge.hops import Hops
-from kvcdn.edge.listening import listening
 from kvcdn.edge.logs import ROOT, logging_to_stderr
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.origins import Origin, Origins
@@ -231,12 +231,12 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
                 stack.push_async_callback(in_thread, tracing.close)
             stack.push_async_callback(fetcher.stop)
             url = admin_url = await stack.enter_async_context(
-                listening(settings.address, front, tls, settings.shutdown_seconds)
+                sockets.listening(settings.address, front, tls, settings.shutdown_seconds)
             )
             if settings.admin_address is not None:
                 admin = _server(settings, on_its_trail(edge.handle_admin, hops, tracing), log_answers, _nothing)
                 admin_url = await stack.enter_async_context(
-                    listening(settings.admin_address, admin, tls, settings.shutdown_seconds)
+                    sockets.listening(settings.admin_address, admin, tls, settings.shutdown_seconds)
                 )
             scrub = Scrub(cache, revoked, metrics, settings.scrub_bytes_per_second)
             for part in (recall, warming, watch, scrub, status):
@@ -297,7 +297,7 @@ def _nothing(data: bytes, *, files: bool) -> None:
 
 def tls_context(settings: EdgeSettings) -> ssl.SSLContext | None:
     """What HTTPS needs; None where the settings say HTTP. Raises UsageError."""
-    return access.tls_context(settings.tls_cert, settings.tls_key)
+    return listening.tls_context(settings.tls_cert, settings.tls_key)
 
 
 def trust_list(path: Path | None) -> TrustList | None:

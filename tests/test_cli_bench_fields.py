@@ -32,7 +32,7 @@ ELSEWHERE = {"against", "codec", "crossover", "publish", "workers"}
 def test_a_benchmark_says_all_that_its_figures_hang_on(name, tiny_llama, tmp_path, monkeypatch):
     """On standard error while it runs, and in its JSON."""
     if name == "edge" and nginx_path() is None:
-        pytest.skip("there is no nginx (apt-get install nginx-light)")
+        pytest.skip("bench edge measures an nginx beside the edge, and there is none here (apt-get install nginx-light)")
     monkeypatch.setattr("kvcdn.cli.bench_edge.COLD_OBJECTS", 2)
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 3]}\n', "utf-8")

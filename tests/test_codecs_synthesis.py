@@ -28,7 +28,7 @@ from kvcdn.layout import DTYPE_BYTES
 def compiled(dtype: str) -> None:
     """Waits until the loops are machine code; skips where the processor has no instructions for them."""
     if "avx2" not in Path("/proc/cpuinfo").read_text("ascii", "replace"):
-        pytest.skip("the loop is made for processors with AVX2 alone; on this one numpy does the work, which other tests hold")
+        pytest.skip("the compiled loop needs AVX2, which this processor lacks: numpy decodes here, and is tested without this")
     for loop in (synthesis.MEASURE, synthesis.RESTORE[dtype]):
         if loop.native() is None:
             wait_until_compiled()

@@ -1,4 +1,4 @@
-"""Listening: the sockets at which an edge accepts connections."""
+"""Sockets: where an edge accepts connections, and how they are told to send."""
 
 from __future__ import annotations
 
