@@ -251,7 +251,7 @@ def test_several_edges_are_given_by_options_or_by_a_variable(place, tmp_path):
     from kvcdn.edge.launch import launch_edge
 
     with launch_edge(origin=str(place.origin), cache_dir=tmp_path / "cache") as edge:
-        ask = ("ask", place.document, "Q?", "-m", place.model, "--max-tokens", "1", "--json")
+        ask = ("ask", place.document, "Q?", "-m", place.model, "--max-tokens", "1", "--mode", "fetch", "--json")
         by_option = place.run(*ask, "--edge", "http://127.0.0.1:9", "--edge", edge.url)
         by_variable = place.run(*ask, KVCDN_EDGE=f"{edge.url}, http://127.0.0.1:9")
     for ran in (by_option, by_variable):

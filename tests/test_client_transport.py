@@ -621,7 +621,8 @@ def test_a_sick_edge_delays_a_prompt_by_a_bounded_time():
                 reader.read_exact(10)
             reader.close()
     assert budget.budget.sick_left() < 0.1
-    assert 10 > len(server.requests)
+    # Each asks once. Of retries, which cost 0.2 s and more, all ten together have two.
+    assert len(server.requests) <= 10 + 2
 
 
 def test_what_a_reader_does_between_two_reads_is_no_time_lost(store):
