@@ -15,21 +15,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.codec import Rows
-from kvcdn.codecs import synthesis, transform
+from kvcdn.codecs import matrixunit, synthesis, tiles, transform
 from kvcdn.codecs.basis import TensorBasis
 from kvcdn.codecs.compiled import wait_until_compiled
 from kvcdn.codecs.rope import Rope
 from kvcdn.codecs.symbols import pack_symbols
-from kvcdn.codecs.tiles import ABREAST, TILE, _vectors, multiply_tile
+from kvcdn.codecs.tiles import ABREAST, CHUNK, LINES, TILE, _vectors, multiply_tile
 from kvcdn.errors import CorruptError
 from kvcdn.layout import DTYPE_BYTES
+
+WAYS = {"pairs": synthesis.RESTORE, "bytes": synthesis.RESTORE_BY_BYTES}
+
+
+def ways() -> list[str]:
+    """The ways to multiply that this processor has."""
+    if "avx2" not in Path("/proc/cpuinfo").read_text("ascii", "replace"):
+        pytest.skip("the compiled loop needs AVX2, which this processor lacks: numpy decodes here, and is tested without this")
+    return ["pairs", "bytes"] if matrixunit.has_matrix_unit() else ["pairs"]
 
 
 def compiled(dtype: str) -> None:
     """Waits until the loops are machine code; skips where the processor has no instructions for them."""
-    if "avx2" not in Path("/proc/cpuinfo").read_text("ascii", "replace"):
-        pytest.skip("the compiled loop needs AVX2, which this processor lacks: numpy decodes here, and is tested without this")
-    for loop in (synthesis.MEASURE, synthesis.RESTORE[dtype]):
+    for loop in (synthesis.MEASURE, *(WAYS[way][dtype] for way in ways())):
         if loop.native() is None:
             wait_until_compiled()
         assert loop.native() is not None
@@ -77,6 +84,17 @@ def decode(part: bytes, rows: Rows) -> bytes:
     return bytes(memory[64 : 64 + size])
 
 
+def by_each_way(part: bytes, rows: Rows) -> bytes:
+    """What all ways to multiply decode it to."""
+    found = set()
+    for way in ways():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transform, "restoring", WAYS[way].__getitem__)
+            found.add(decode(part, rows))
+    (same,) = found
+    return same
+
+
 def by_numpy(part: bytes, rows: Rows) -> bytes:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transform, "_restored", lambda *_: False)
@@ -102,7 +120,7 @@ def test_compiled_and_not_are_the_same_to_the_bit(  # noqa: PLR0913, PLR0917
     rng = np.random.default_rng(seed)
     rows = random_rows(rng, dtype, heads, dim, 1 if whole else heads, tokens, turning)
     part = random_part(rng, rows, *sizes)
-    assert by_numpy(part, rows) == decode(part, rows)
+    assert by_numpy(part, rows) == by_each_way(part, rows)
 
 
 def test_wide_groups_and_long_blocks_are_the_same_to_the_bit() -> None:
@@ -112,7 +130,7 @@ def test_wide_groups_and_long_blocks_are_the_same_to_the_bit() -> None:
     for heads, dim, groups in ((3, 64, 1), (8, 128, 4), (5, 80, 1)):
         rows = random_rows(rng, "bfloat16", heads, dim, groups, 300, "halves")
         part = random_part(rng, rows, 4, 12, 4)
-        assert by_numpy(part, rows) == decode(part, rows)
+        assert by_numpy(part, rows) == by_each_way(part, rows)
 
 
 def test_hostile_parts_are_refused_alike() -> None:
@@ -147,13 +165,27 @@ def test_tile_is_a_product_of_matrices() -> None:
     rng = np.random.default_rng(1)
     left, right = rng.integers(-300, 300, (8, 10), np.int16), rng.integers(-127, 128, (10, 2 * TILE), np.int16)
     table = np.ascontiguousarray(right.reshape(5, 2, -1).transpose(0, 2, 1)).view(np.int32)[..., 0]
-    sums = np.zeros((8, 2 * TILE), np.int32)
+    sums = np.zeros((8, TILE), np.int32)
     multiply_tile(np.full((8, 4), [0, 3, 4, 9], np.int32), 3, left.view(np.int32), 4, table, TILE, sums)
     used = [0, 1, 6, 7, 8, 9]
     product = left[4:, used].astype(np.int64) @ right[used, TILE:]
-    assert product.tolist() == sums[4 : 4 + ABREAST, TILE:].tolist()
+    assert product.tolist() == sums[4 : 4 + ABREAST].tolist()
     assert not sums[:4].any()
-    assert not sums[:, :TILE].any()
+
+
+def test_unit_is_a_product_of_matrices() -> None:
+    """Symbols of any size, in two bytes: what the instructions do is what is written beside them, which the plain loop uses."""
+    rng = np.random.default_rng(1)
+    symbols, matrix = rng.integers(-32_768, 32_768, (LINES, 128), np.int16), rng.integers(-127, 128, (64, 70), np.int8)
+    lines, table, sums = matrixunit.make_lines(128), matrixunit.make_table(128, 70), matrixunit.make_sums()
+    matrixunit.fill_table(table, 64, matrix, np.arange(64), 64)
+    for line in range(LINES):
+        for place in range(0, 128, CHUNK):
+            matrixunit._copy_chunk(symbols.reshape(-1), 128 * line + place, lines, line, place)
+    matrixunit.multiply_bytes(lines, 64, 1, table, TILE, sums)
+    whole = sums[:LINES] + (sums[LINES:] << 8)
+    assert (symbols[:, 64:].astype(np.int32) @ matrix[:, TILE:]).tolist() == whole[:, : 70 - TILE].tolist()
+    assert not whole[:, 70 - TILE :].any()
 
 
 def test_plain_loop_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +194,15 @@ def test_plain_loop_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None
     rows = random_rows(rng, "bfloat16", 2, 5, 2, 7, "halves")
     part = random_part(rng, rows, 1, 3, 2)
     expected = by_numpy(part, rows)
-    for loop, function in ((synthesis.MEASURE, synthesis._measure), (synthesis.RESTORE["bfloat16"], synthesis._restore)):
-        monkeypatch.setattr(loop, "_native", function)
-    assert expected == decode(part, rows)
+    monkeypatch.setattr(synthesis.MEASURE, "_native", synthesis._measure)
+    for way, product in (("pairs", tiles), ("bytes", matrixunit)):
+        with monkeypatch.context() as patch:
+            patch.setattr(transform, "restoring", WAYS[way].__getitem__)
+            patch.setattr(WAYS[way]["bfloat16"], "_native", synthesis._restore)
+            for name in ("whole", "make_lines", "make_table", "make_sums", "fill_table", "clear", "clear_from", "copy_chunk"):
+                patch.setattr(synthesis, name, getattr(product, name))
+            patch.setattr(synthesis, "multiply", product.multiply)
+            assert expected == decode(part, rows)
 
 
 def test_processors_without_wide_registers_give_the_same_bits() -> None:

@@ -145,10 +145,16 @@ def test_codecs_only_compute(path: Path) -> None:
     """Codecs take bytes and arrays and give bytes and arrays: numpy and pcodec, no torch, no files, no network.
 
     What compiles has numba, and asks the system to tell it of forks; what writes instructions has its compiler, too;
-    what decodes zstd has zstandard.
+    what decodes zstd has zstandard; what uses the matrix unit looks for what numba is told of the processor.
     """
     instructions = {"llvmlite", "numba"}
-    own = {"compiled.py": {"numba", "os"}, "pages.py": instructions, "tiles.py": instructions, "zstd.py": {"zstandard"}}
+    own = {
+        "compiled.py": {"numba", "os"},
+        "matrixunit.py": {*instructions, "os"},
+        "pages.py": instructions,
+        "tiles.py": instructions,
+        "zstd.py": {"zstandard"},
+    }
     compiler: set[str] = own.get(path.name, set())
     tops = {module.split(".")[0] for module in imports("kvcdn.codecs", path)} - compiler
     assert set() == tops - {"kvcdn", "numpy", "pcodec", *sys.stdlib_module_names}

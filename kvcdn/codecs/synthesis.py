@@ -11,22 +11,31 @@ made unsigned, so that it cannot be one that is counted from the end: such loops
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcdn.codecs import matrixunit, tiles
 from kvcdn.codecs.classes import EXPONENTS, LEAST_APART, LEAST_LEVEL, LEVELS, MOST_EXPONENT
 from kvcdn.codecs.compiled import Array, Loop
 from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats
 from kvcdn.codecs.symbols import Symbols
-from kvcdn.codecs.tiles import ABREAST, CHUNK, TILE, Ints, copy_chunk, multiply_tile
-
-_LINES = 32
-"""Tokens at a time: a tile of the basis, and all that is at hand of these, stay in the first cache."""
-
-_NEVER = -1_000
-"""The level of a column that nothing is stored of."""
+from kvcdn.codecs.tiles import (
+    CHUNK,
+    LINES,
+    Ints,
+    clear,
+    clear_from,
+    copy_chunk,
+    fill_table,
+    make_lines,
+    make_sums,
+    make_table,
+    multiply,
+    whole,
+)
 
 _POWERS = np.exp2(np.arange(-MOST_EXPONENT, MOST_EXPONENT + 1, dtype=np.float32))
 """Of two, for each exponent."""
@@ -80,14 +89,11 @@ def _sort_tokens(exponents: Symbols, many: Places) -> tuple[Places, Places]:
     return order, first
 
 
-def _arrange(  # noqa: C901 - a call for each loop would be an allocation for each
-    levels: Symbols, matrices: NDArray[np.int8], many: Places
-) -> tuple[Places, Places, Ints]:
+def _arrange(levels: Symbols, matrices: NDArray[np.int8], many: Places) -> tuple[Places, Places, Ints]:
     """What stands where on a line, group after group, and the integers it is multiplied with.
 
     Runs of neighbouring components of one group and level: the level, how many components of that level other groups have
-    before them, where they stand, how many they are. Then where each group's pairs begin, and the end of the last; and
-    for each pair of components their two integers for each dimension, as one.
+    before them, where they stand, how many they are. Then where each group's columns begin, and the end of the last.
     """
     groups, width, _ = matrices.shape
     least = LEAST_APART
@@ -95,12 +101,12 @@ def _arrange(  # noqa: C901 - a call for each loop would be an allocation for ea
         if many[exponent]:
             least += exponent
             break
-    runs = np.empty((groups * (width + 1), 4), np.int64)
-    pair_ends = np.zeros(groups + 1, np.int64)
-    table = np.zeros((groups * ((width + 1) // 2), -(-width // TILE) * TILE), np.int32)
+    runs = np.empty((groups * width, 4), np.int64)
+    ends = np.zeros(groups + 1, np.int64)
+    table = make_table(groups * whole(width), width)
     before, own = np.zeros(LEVELS, np.int64), np.empty(LEVELS, np.int64)
     order = np.empty(width, np.int64)
-    run = pair = 0
+    run = 0
     for group in range(groups):
         mine = levels[group * width : (group + 1) * width]
         own[:] = 0
@@ -111,7 +117,7 @@ def _arrange(  # noqa: C901 - a call for each loop would be an allocation for ea
             size = own[level]
             own[level] = used
             if size:
-                runs[run, 0], runs[run, 1], runs[run, 2], runs[run, 3] = level, before[level], 2 * pair + used, size
+                runs[run, 0], runs[run, 1], runs[run, 2], runs[run, 3] = level, before[level], ends[group] + used, size
                 before[level] += size
                 used += size
                 run += 1
@@ -120,53 +126,30 @@ def _arrange(  # noqa: C901 - a call for each loop would be an allocation for ea
             if level >= least:
                 order[own[level]] = column
                 own[level] += 1
-        if used % 2:
-            runs[run, 0], runs[run, 1], runs[run, 2], runs[run, 3] = _NEVER, 0, 2 * pair + used, 1
-            run += 1
-        for number in range(0, used, 2):
-            target, left = table[pair], matrices[group, order[number]]
-            right = matrices[group, order[min(number + 1, used - 1)]]
-            for column in range(width):
-                target[column] = (np.int32(left[column]) & 0xFFFF) | (np.int32(right[column]) << 16)
-            pair += 1
-        pair_ends[group + 1] = pair
-    return runs[:run], pair_ends, table
+        fill_table(table, ends[group], matrices[group], order, used)
+        ends[group + 1] = ends[group] + whole(used)
+    return runs[:run], ends, table
 
 
-def _fill_lines(symbols: Symbols, runs: Places, starts: Places, wide: Places, exponent: int, lines: Symbols) -> None:
-    """Puts the symbols of neighbouring tokens of one exponent on `lines`; of each level the first token's begin at `starts`.
+def _fill_lines(  # noqa: PLR0913, PLR0917 - a piece of one loop, over arrays
+    symbols: Symbols, runs: Places, starts: Places, wide: Places, exponent: int, lines: Any, low: int, high: int
+) -> None:
+    """Puts the symbols of neighbouring tokens of one exponent on lines; of each level the first token's begin at `starts`.
 
-    Whole chunks are copied: what they spill over is what follows on the line, and is written after them.
+    Whole chunks are copied: what they spill over is what follows on the line, and is written after them, or is where the table
+    has zeros.
     """
     for run in range(len(runs)):
         level, before, place, size = runs[run]
         if level - exponent < LEAST_APART:
-            for line in range(len(lines)):
-                lines[line, place : place + size] = 0
+            for line in range(low, high):
+                clear(lines, line, place, size)
             continue
         source, step = starts[level] + before, wide[level]
-        for line in range(len(lines)):
+        for line in range(low, high):
             for chunk in range(0, size, CHUNK):
                 copy_chunk(symbols, source + chunk, lines, line, place + chunk)
             source += step
-
-
-def _list_pairs(pairs: Ints, line: int, begin: int, end: int, which: Ints) -> int:
-    """Lists which pairs from `begin` to `end` are not zero on all four lines from `line` on; returns how many those are."""
-    found = 0
-    for number in range(end - begin):
-        pair = np.uintp(begin + number)
-        which[line, np.uintp(found)] = begin + number
-        if pairs[line, pair] | pairs[line + 1, pair] | pairs[line + 2, pair] | pairs[line + 3, pair]:
-            found += 1
-    return found
-
-
-def _scale(rows: Floats, sums: Ints, line: int, factor: np.float32, means: Floats, begin: int, width: int) -> None:
-    """Writes the numbers of a group that begins at column `begin`, but for rotary embedding."""
-    for column in range(width):
-        place = np.uintp(begin + column)
-        rows[line, place] = np.float32(sums[line, column]) * factor + means[place]
 
 
 def _turn(rows: Floats, line: int, dim: int, cosines: Floats, sines: Floats, token: int) -> None:
@@ -190,7 +173,7 @@ def _turn_interleaved(rows: Floats, line: int, dim: int, cosines: Floats, sines:
             rows[line, second] = right * cosines[token, pair] + left * sines[token, pair]
 
 
-def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
+def _restore(  # noqa: PLR0913, PLR0917 - one loop, over arrays
     symbols: Symbols,
     exponents: Symbols,
     levels: Symbols,
@@ -216,35 +199,25 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
     _count(levels, LEAST_LEVEL, wide)
     starts = _find_starts(many, wide)
     order, first = _sort_tokens(exponents, many)
-    runs, pair_ends, table = _arrange(levels, matrices, many)
-    lines = np.zeros((_LINES, 2 * pair_ends[groups] + CHUNK), np.int16)
-    pairs = lines.view(np.int32)
-    which, found = np.empty((_LINES, width // 2 + 2), np.int32), np.empty(_LINES, np.int64)
-    sums, rows = np.zeros((_LINES, table.shape[1]), np.int32), np.empty((_LINES, columns), np.float32)
+    runs, ends, table = _arrange(levels, matrices, many)
+    lines, sums = make_lines(int(ends[groups]) + CHUNK), make_sums()
+    rows, scaled = np.empty((LINES, columns), np.float32), np.empty(LINES, np.float32)
     bits = rows.view(np.uint32)
     means = mean.reshape(columns)
-    for begin in range(0, tokens, _LINES):
-        count = min(_LINES, tokens - begin)
+    for begin in range(0, tokens, LINES):
+        count = min(LINES, tokens - begin)
         low = 0
         while low < count:
             exponent = exponents[order[begin + low]] + MOST_EXPONENT
             number = begin + low - first[exponent]
             high = min(low + many[exponent] - number, count)
-            _fill_lines(symbols, runs, starts[exponent] + number * wide, wide, exponent, lines[low:high])
+            _fill_lines(symbols, runs, starts[exponent] + number * wide, wide, exponent, lines, low, high)
             low = high
-        lines[count:] = 0
+        clear_from(lines, count)
         for group in range(groups):
-            for line in range(0, count, ABREAST):
-                found[line] = _list_pairs(pairs, line, pair_ends[group], pair_ends[group + 1], which)
-                if not found[line]:
-                    sums[line : line + ABREAST] = 0
-            for tile in range(0, table.shape[1], TILE):
-                for line in range(0, count, ABREAST):
-                    if found[line]:
-                        multiply_tile(which, found[line], pairs, line, table, tile, sums)
             for line in range(count):
-                factor = factors[exponents[order[begin + line]] + MOST_EXPONENT] * scales[group]
-                _scale(rows, sums, line, factor, means, group * width, width)
+                scaled[line] = factors[exponents[order[begin + line]] + MOST_EXPONENT] * scales[group]
+            multiply(lines, count, ends[group], ends[group + 1], table, sums, scaled, means, rows, group * width, width)
         for line in range(count):
             token = order[begin + line]
             if interleaved:
@@ -257,7 +230,7 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
 _round_row = ROUNDERS["bfloat16"]
 
 
-def _restore_loop(dtype: str) -> Loop[Any]:
+def _restore_loop(dtype: str, product: Mapping[str, Any]) -> Loop[Any]:
     flat, numbers = Array("int16"), Array("float32")
     angles = Array("float32", 2)
     target = Array(NATIVE_DTYPES[dtype], 2, written=True)
@@ -265,15 +238,12 @@ def _restore_loop(dtype: str) -> Loop[Any]:
         _restore,
         (flat, flat, flat, Array("int8", 3), "float32", numbers, Array("float32", 2), angles, angles, "int64", target),
         {
+            **product,
             "_count": _count,
             "_find_starts": _find_starts,
             "_sort_tokens": _sort_tokens,
             "_arrange": _arrange,
-            "copy_chunk": copy_chunk,
             "_fill_lines": _fill_lines,
-            "_list_pairs": _list_pairs,
-            "multiply_tile": multiply_tile,
-            "_scale": _scale,
             "_turn": _turn,
             "_turn_interleaved": _turn_interleaved,
             "_round_row": ROUNDERS[dtype],
@@ -281,6 +251,20 @@ def _restore_loop(dtype: str) -> Loop[Any]:
     )
 
 
+_COMMON = ("make_aligned", "whole", "make_lines", "make_table", "make_sums", "fill_table", "clear", "clear_from", "copy_chunk")
+"""What both ways to multiply have."""
+
+_BY_PAIRS = {name: getattr(tiles, name) for name in (*_COMMON, "list_pairs", "multiply_tile", "scale", "multiply")}
+_BY_BYTES = {name: getattr(matrixunit, name) for name in (*_COMMON, "multiply_bytes", "scale", "multiply")}
+
 MEASURE = Loop(_measure, (Array("int16"), Array("int16"), Array("int64", written=True)), {"_count": _count})
 
-RESTORE = {dtype: _restore_loop(dtype) for dtype in ROUNDERS}
+RESTORE = {dtype: _restore_loop(dtype, _BY_PAIRS) for dtype in ROUNDERS}
+
+RESTORE_BY_BYTES = {dtype: _restore_loop(dtype, _BY_BYTES) for dtype in ROUNDERS}
+"""The same, with a matrix unit."""
+
+
+def restoring(dtype: str) -> Loop[Any]:
+    """The one for this processor."""
+    return (RESTORE_BY_BYTES if matrixunit.has_matrix_unit() else RESTORE)[dtype]

@@ -11,7 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codecs.compiled import Instructions
+from kvcdn.codecs.numbers import Floats
 from kvcdn.codecs.symbols import Symbols
+
+LINES = 32
+"""Tokens at a time: a tile of the basis, and all that is at hand of these, stay in the first cache."""
 
 ABREAST = 4
 """Rows of a tile: with as many columns as below, its sums fill half of the registers."""
@@ -19,11 +23,111 @@ ABREAST = 4
 TILE = 64
 """Columns of a tile."""
 
+CACHE_LINE = 64
+"""Bytes."""
+
 Ints = NDArray[np.int32]
 
 
+def whole(columns: int) -> int:
+    """`columns`, rounded up to what a product takes at a time: pairs."""
+    return (columns + 1) // 2 * 2
+
+
+def make_aligned(size: int) -> NDArray[np.uint8]:
+    """So many zeros, from the beginning of a cache line on: registers as wide as one take twice as long across two."""
+    memory = np.zeros(size + CACHE_LINE, np.uint8)
+    skipped = -memory.ctypes.data % CACHE_LINE
+    return memory[skipped : skipped + size]
+
+
+def make_lines(columns: int) -> Symbols:
+    """Lines of so many columns of symbols, all zero."""
+    return np.zeros((LINES, columns), np.int16)
+
+
+def make_table(columns: int, width: int) -> Ints:
+    """A table of the integers that so many columns of symbols are multiplied with, `width` for each, all zero."""
+    padded = (width + TILE - 1) // TILE * TILE
+    return make_aligned(columns // 2 * padded * 4).view(np.int32).reshape(columns // 2, padded)
+
+
+def make_sums() -> Ints:
+    """A tile of sums for every line."""
+    return np.zeros((LINES, TILE), np.int32)
+
+
+def fill_table(table: Ints, begin: int, matrix: NDArray[np.int8], order: NDArray[np.int64], used: int) -> None:
+    """Puts rows of `matrix`, as the first `used` of `order` have them, where the columns of symbols from `begin` on are."""
+    for number in range(0, used, 2):
+        target, left = table[(begin + number) // 2], matrix[order[number]]
+        right = matrix[order[min(number + 1, used - 1)]]
+        upper = np.int32(0xFFFF if number + 1 < used else 0)
+        for column in range(len(left)):
+            target[column] = (np.int32(left[column]) & 0xFFFF) | ((np.int32(right[column]) & upper) << 16)
+
+
+def clear(lines: Symbols, line: int, place: int, size: int) -> None:
+    """Makes `size` symbols zero."""
+    lines[line, place : place + size] = 0
+
+
+def clear_from(lines: Symbols, line: int) -> None:
+    """Makes all lines from `line` on zero."""
+    lines[line:] = 0
+
+
+def list_pairs(pairs: Ints, line: int, begin: int, end: int, which: Ints) -> int:
+    """Lists which pairs from `begin` to `end` are not zero on all four lines from `line` on; returns how many those are."""
+    found = 0
+    for number in range(end - begin):
+        pair = np.uintp(begin + number)
+        which[line, np.uintp(found)] = begin + number
+        if pairs[line, pair] | pairs[line + 1, pair] | pairs[line + 2, pair] | pairs[line + 3, pair]:
+            found += 1
+    return found
+
+
+def scale(sums: Ints, line: int, size: int, factor: np.float32, means: Floats, rows: Floats, place: int) -> None:
+    """Writes the numbers of a line of `sums`, of the first `size` columns, into `rows`, from `place` on."""
+    for column in range(size):
+        there = np.uintp(place + column)
+        rows[line, there] = np.float32(sums[line, column]) * factor + means[there]
+
+
+def multiply(  # noqa: PLR0913, PLR0917 - a piece of one loop, over arrays
+    lines: Symbols,
+    count: int,
+    begin: int,
+    end: int,
+    table: Ints,
+    sums: Ints,
+    factors: Floats,
+    means: Floats,
+    rows: Floats,
+    place: int,
+    width: int,
+) -> None:
+    """The products of columns `begin` to `end` of the first `count` lines with `table`, times each line's factor, plus `means`.
+
+    They go into `rows`, and `sums` is room for them; of means and rows the group's `width` columns begin at `place`.
+    """
+    pairs = lines.view(np.int32)
+    which, found = np.empty((LINES, (end - begin) // 2 + 1), np.int32), np.empty(LINES, np.int64)
+    for line in range(0, count, ABREAST):
+        found[line] = list_pairs(pairs, line, begin // 2, end // 2, which)
+    for tile in range(0, table.shape[1], TILE):
+        for line in range(0, count, ABREAST):
+            if found[line]:
+                multiply_tile(which, found[line], pairs, line, table, tile, sums)
+            else:
+                sums[line : line + ABREAST] = 0
+        for line in range(count):
+            scale(sums, line, min(TILE, width - tile), factors[line], means, rows, place + tile)
+
+
 def _multiply_tile(which: Ints, count: int, pairs: Ints, line: int, table: Ints, tile: int, sums: Ints) -> None:
-    """The tile of `sums` at row `line` and column `tile`: of `pairs` at that row, times `table` at that column.
+    """The rows of `sums` from `line` on: `pairs` from that row on, times the tile of `table` at column `tile`.
 
     Every entry of `pairs` and `table` is two integers of 16 bits; sums are over the first `count`, at least one, of the inner
     indices in the row `line` of `which`.
@@ -31,7 +135,7 @@ def _multiply_tile(which: Ints, count: int, pairs: Ints, line: int, table: Ints,
     inner = which[line, :count]
     left = np.ascontiguousarray(pairs[line : line + ABREAST, inner]).view(np.int16)
     right = np.ascontiguousarray(table[inner, tile : tile + TILE]).view(np.int16).reshape(count, TILE, 2)
-    sums[line : line + ABREAST, tile : tile + TILE] = left.astype(np.int32) @ right.transpose(0, 2, 1).reshape(2 * count, TILE)
+    sums[line : line + ABREAST] = left.astype(np.int32) @ right.transpose(0, 2, 1).reshape(2 * count, TILE)
 
 
 def _build() -> Any:
@@ -50,9 +154,7 @@ def _build() -> Any:
         addresses[0] = builder.add(addresses[0], builder.mul(line, steps[3]))
         addresses[1] = builder.add(addresses[1], builder.mul(line, steps[0]))
         addresses[2] = builder.add(addresses[2], builder.mul(tile, count.type(_ENTRY)))
-        addresses[3] = builder.add(
-            addresses[3], builder.add(builder.mul(line, steps[2]), builder.mul(tile, count.type(_ENTRY)))
-        )
+        addresses[3] = builder.add(addresses[3], builder.mul(line, steps[2]))
         lanes, instruction = _vectors(context.codegen().magic_tuple()[2])
         # Half of the registers at most: an AVX2 processor has 16, an AVX-512 one 32.
         for first in range(0, TILE, lanes * lanes // 4):

@@ -26,7 +26,7 @@ from kvcdn.codecs.classes import (
 )
 from kvcdn.codecs.numbers import NATIVE_DTYPES, Floats, to_float32, write_rounded
 from kvcdn.codecs.symbols import Symbols, pack_symbols, read_streams
-from kvcdn.codecs.synthesis import MEASURE, RESTORE
+from kvcdn.codecs.synthesis import MEASURE, restoring
 from kvcdn.codecs.tiles import CHUNK
 from kvcdn.errors import CorruptError
 
@@ -109,7 +109,7 @@ def decode_transform(encoded: Buffer, rows: Rows, out: memoryview, what: str) ->
 
 def _restored(payload: _Payload, rows: Rows, exponents: Symbols, levels: Symbols, target: memoryview) -> bool:
     """Fills `target` with the rounded numbers of the classes' symbols, in compiled loops; False where there are none yet."""
-    measure, restore = MEASURE.native(), RESTORE[rows.dtype].native()
+    measure, restore = MEASURE.native(), restoring(rows.dtype).native()
     if measure is None or restore is None:
         return False
     sizes = np.empty(ALL_CLASSES, np.int64)
