@@ -55,7 +55,7 @@ def parts() -> dict[str, Part]:
         "blosc2": Part("blosc2", CODECS["blosc2"].encode(RAW, 2)),
         "exponents": Part("exponents", made(encode_exponents(RAW, COMPONENT_ROWS)), (exponents._JOIN,)),
         **{name: Part("quant", sound_grid(grid), spread) for name, grid in grids.items()},
-        "tc": Part("tc", sound_components(), (pages.DECODE, synthesis.MEASURE, synthesis.restoring("bfloat16"))),
+        "tc": Part("tc", sound_components(), (pages.DECODE, synthesis.restoring("bfloat16"))),
         "rest": Part("rest", rest_of.data, (pages.DECODE, rest._COUNT, rest._REFINE)),
     }
 

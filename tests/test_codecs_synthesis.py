@@ -36,7 +36,7 @@ def ways() -> list[str]:
 
 def compiled(dtype: str) -> None:
     """Waits until the loops are machine code; skips where the processor has no instructions for them."""
-    for loop in (synthesis.MEASURE, *(WAYS[way][dtype] for way in ways())):
+    for loop in (WAYS[way][dtype] for way in ways()):
         if loop.native() is None:
             wait_until_compiled()
         assert loop.native() is not None
@@ -194,7 +194,6 @@ def test_plain_loop_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None
     rows = random_rows(rng, "bfloat16", 2, 5, 2, 7, "halves")
     part = random_part(rng, rows, 1, 3, 2)
     expected = by_numpy(part, rows)
-    monkeypatch.setattr(synthesis.MEASURE, "_native", synthesis._measure)
     for way, product in (("pairs", tiles), ("bytes", matrixunit)):
         with monkeypatch.context() as patch:
             patch.setattr(transform, "restoring", WAYS[way].__getitem__)

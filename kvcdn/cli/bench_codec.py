@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import blosc2
-import numpy as np
 import torch
 
 from kvcdn.block import open_header, open_segment, seal_block
@@ -24,7 +23,9 @@ from kvcdn.codec import Buffer, Encoded
 from kvcdn.codecs.compiled import wait_until_compiled
 from kvcdn.errors import UsageError
 from kvcdn.keys import LOSSY, PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames
+from kvcdn.model.layers import TORCH_DTYPES
 from kvcdn.model.load import LoadedModel, load_model
+from kvcdn.model.memory import empty_tensors
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
 from kvcdn.model.quality import CONTINUATION_TOKENS, Judge, Kv
 from kvcdn.origin.lossy import Encoders
@@ -195,11 +196,16 @@ def _row(subject: _Subject, precision: str, runs: int) -> dict[str, Any]:
 def _decode_speed(block: bytes, name: BlockName, basis: Sequence[Sequence[Any]]) -> float:
     """GB of raw KV a second of this thread's processor time: every segment of a block verified, decrypted and decoded in it.
 
-    Not of the process's: workers of the libraries that encoded turn in circles for a tenth of a second before they sleep.
+    Into memory such as a client's caches have: what an earlier prompt had, where there was one. The time is not the process's:
+    workers of the libraries that encoded turn in circles for a tenth of a second before they sleep.
     """
     header, scratch = open_header(block, "block"), bytearray()
     keys = ObjectKeys(name.content_key, header.salt)
-    outs = [[np.empty(part.raw_bytes, np.uint8).data for part in segment.parts] for segment in header.segments]
+    layers = [
+        empty_tensors([(part.shape, TORCH_DTYPES[part.dtype]) for part in segment.parts], torch.device("cpu"))
+        for segment in header.segments
+    ]
+    outs = [[tensor_bytes(tensor) for tensor in tensors] for tensors in layers]
     started = time.thread_time()
     for segment, places in zip(header.segments, outs, strict=True):
         begin = header.envelope_bytes + segment.offset

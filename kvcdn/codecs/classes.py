@@ -21,9 +21,6 @@ LEVELS, EXPONENTS = MOST_LEVEL - LEAST_LEVEL + 1, 2 * MOST_EXPONENT + 1
 LEAST_APART = LEAST_CLASS - LEAST_LEVEL - MOST_EXPONENT
 """How far a level's place is at least behind an exponent's where symbols are stored."""
 
-ALL_CLASSES = LEVELS - LEAST_APART
-"""Classes that there could be."""
-
 Rectangle = tuple[slice, slice]
 """Rows and columns, of tokens by exponent and components by level."""
 

@@ -10,6 +10,7 @@ Nothing is read farther behind the data than `MARGIN_BYTES`: where a stream stan
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -248,31 +249,36 @@ def _choose(counts: Places, taken: Bytes) -> int:
     return best
 
 
-def _find_work(data: Bytes, lengths: Places, counts: Places, lane: Places, nodes: Nodes, taken: Bytes) -> None:
+def _find_work(data: Bytes, start: int, lengths: Places, counts: Places, lane: Places, nodes: Nodes, taken: Bytes) -> None:
     """Makes an idle lane ready for the next stream that is usual, if there is one."""
     while lane[_WHICH] < 0:
         stream = _choose(counts, taken)
         if stream < 0 or not counts[stream]:
             return
-        begin, end = lengths[:stream].sum(), lengths[: stream + 1].sum()
+        begin, end = start + lengths[:stream].sum(), start + lengths[: stream + 1].sum()
         if _open_stream(data, begin, end, lane, nodes):
             lane[_WHICH], lane[_LEFT], lane[_TARGET] = stream, counts[stream], counts[:stream].sum()
 
 
-def _decode(stored: Bytes, lengths: Places, counts: Places, symbols: Numbers, sound: Bytes) -> None:
-    """Decodes streams that follow each other, each of so many bytes and symbols.
+def pad(stored: Bytes) -> Bytes:
+    """Streams, with room behind them in which nothing is that is not zero."""
+    data = np.empty(len(stored) + MARGIN_BYTES, np.uint8)
+    data[: len(stored)], data[len(stored) :] = stored, 0
+    return data
+
+
+def decode_streams(data: Bytes, start: int, lengths: Places, counts: Places, symbols: Numbers, sound: Bytes) -> None:
+    """Decodes streams that follow each other from `start` on, each of so many bytes and symbols, in what `pad` has made.
 
     `sound`, 0 before, tells which are done. Streams of no symbols are not looked at.
     """
-    data = np.empty(len(stored) + MARGIN_BYTES, np.uint8)
-    data[: len(stored)], data[len(stored) :] = stored, 0
     lanes, nodes = np.zeros((2, _STATES + 4), np.int64), np.empty(2 << _MOST_LOG, np.uint64)
     found, taken = np.empty(2 * BATCH, np.uint64), np.zeros(len(counts), np.uint8)
     lowers, widths = found.view(np.int16), found.view(np.uint8)
     lanes[:, _WHICH] = -1
     while True:
         for side in range(2):
-            _find_work(data, lengths, counts, lanes[side], nodes[side << _MOST_LOG :], taken)
+            _find_work(data, start, lengths, counts, lanes[side], nodes[side << _MOST_LOG :], taken)
         near, far = lanes[0, _WHICH] >= 0, lanes[1, _WHICH] >= 0
         if not near and not far:
             return
@@ -294,21 +300,31 @@ def _decode(stored: Bytes, lengths: Places, counts: Places, symbols: Numbers, so
             _close_stream(data, lane, sound)
 
 
+def _decode(stored: Bytes, lengths: Places, counts: Places, symbols: Numbers, sound: Bytes) -> None:
+    """`decode_streams` from the first byte on."""
+    decode_streams(pad(stored), 0, lengths, counts, symbols, sound)
+
+
+USES: Mapping[str, Callable[..., Any] | Instructions] = {
+    "read_word": read_word,
+    "_take_bits": _take_bits,
+    "_fill_table": _fill_table,
+    "_open_stream": _open_stream,
+    "_take": _take,
+    "_read_both": _read_both,
+    "_read_one": _read_one,
+    "_complete": _complete,
+    "_close_stream": _close_stream,
+    "_choose": _choose,
+    "_find_work": _find_work,
+    "pad": pad,
+    "decode_streams": decode_streams,
+}
+"""What a loop that decodes streams calls; each may call those before it."""
+
 DECODE = Loop(
     _decode,
     (Array("uint8"), Array("int64"), Array("int64"), Array("int16", written=True), Array("uint8", written=True)),
-    {
-        "read_word": read_word,
-        "_take_bits": _take_bits,
-        "_fill_table": _fill_table,
-        "_open_stream": _open_stream,
-        "_take": _take,
-        "_read_both": _read_both,
-        "_read_one": _read_one,
-        "_complete": _complete,
-        "_close_stream": _close_stream,
-        "_choose": _choose,
-        "_find_work": _find_work,
-    },
+    USES,
 )
-"""Which streams are done, and their symbols. Each of `uses` may call those before it."""
+"""Which streams are done, and their symbols."""

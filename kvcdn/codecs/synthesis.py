@@ -1,4 +1,6 @@
-"""Synthesis: a tensor's symbols to its rounded numbers, as a compiled loop that passes over memory once (FORMAT.md 4.5).
+"""Synthesis: a tensor's streams to its rounded numbers, as a compiled loop that passes over memory once (FORMAT.md 4.5).
+
+Streams that are not usual, or not sound, are left to who else decodes them, or says what is wrong with them.
 
 Tokens are taken by ascending exponent, some at a time. Their symbols are put on lines, a token's components by ascending level;
 these are multiplied with the integers of the basis, two components and a tile of dimensions at a time, where not all are zero;
@@ -21,6 +23,7 @@ from kvcdn.codecs import matrixunit, tiles
 from kvcdn.codecs.classes import EXPONENTS, LEAST_APART, LEAST_LEVEL, LEVELS, MOST_EXPONENT
 from kvcdn.codecs.compiled import Array, Loop
 from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats
+from kvcdn.codecs.pages import USES, Bytes, Places, decode_streams, pad
 from kvcdn.codecs.symbols import Symbols
 from kvcdn.codecs.tiles import (
     CHUNK,
@@ -40,8 +43,6 @@ from kvcdn.codecs.tiles import (
 _POWERS = np.exp2(np.arange(-MOST_EXPONENT, MOST_EXPONENT + 1, dtype=np.float32))
 """Of two, for each exponent."""
 
-Places = NDArray[np.int64]
-
 
 def _count(values: Symbols, least: int, counts: Places) -> bool:
     """Adds to `counts` how often each value occurs, from `least` on; False where one has no place there."""
@@ -53,16 +54,14 @@ def _count(values: Symbols, least: int, counts: Places) -> bool:
     return True
 
 
-def _measure(exponents: Symbols, levels: Symbols, sizes: Places) -> None:
-    """How many symbols each class has, from the least on; -1 for the first where an exponent or a level is out of range."""
-    many, wide = np.zeros(EXPONENTS, np.int64), np.zeros(LEVELS, np.int64)
-    sizes[:] = 0
-    if not _count(exponents, -MOST_EXPONENT, many) or not _count(levels, LEAST_LEVEL, wide):
-        sizes[0] = -1
-        return
-    for exponent in range(EXPONENTS):
-        for level in range(exponent + LEAST_APART, LEVELS):
-            sizes[level - exponent - LEAST_APART] += many[exponent] * wide[level]
+def _measure(many: Places, wide: Places) -> Places:
+    """How many symbols each class has, of those that have any, for so `many` tokens and `wide` components of each."""
+    sizes, found = np.zeros(LEVELS - LEAST_APART, np.int64), 0
+    for apart in range(LEAST_APART, LEVELS):
+        for exponent in range(min(EXPONENTS, LEVELS - apart)):
+            sizes[found] += many[exponent] * wide[exponent + apart]
+        found += sizes[found] > 0
+    return sizes[:found]
 
 
 def _find_starts(many: Places, wide: Places) -> Places:
@@ -173,10 +172,9 @@ def _turn_interleaved(rows: Floats, line: int, dim: int, cosines: Floats, sines:
             rows[line, second] = right * cosines[token, pair] + left * sines[token, pair]
 
 
-def _restore(  # noqa: PLR0913, PLR0917 - one loop, over arrays
-    symbols: Symbols,
-    exponents: Symbols,
-    levels: Symbols,
+def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
+    stored: Bytes,
+    lengths: Places,
     matrices: NDArray[np.int8],
     step: float,
     scales: Floats,
@@ -185,18 +183,36 @@ def _restore(  # noqa: PLR0913, PLR0917 - one loop, over arrays
     sines: Floats,
     interleaved: int,
     out: NDArray[Any],
+    done: Bytes,
 ) -> None:
-    """Rounds the numbers of `symbols`, class by class with `CHUNK` more behind, into `out` [tokens, heads x dim].
+    """Rounds the numbers of the streams, of so many bytes each, into `out` [tokens, heads x dim].
 
-    Rows are multiples of `step` x 2^E of their exponents; `mean` is [heads, dim]; `cosines` and `sines` are [tokens, pairs],
-    of no pairs where nothing turns. Exponents and levels are in range.
+    `done` is 0 before, and where a stream is not usual or not sound: `out` is then as it was. Rows are multiples of
+    `step` x 2^E of their exponents; `mean` is [heads, dim]; `cosines` and `sines` are [tokens, pairs], of no pairs where
+    nothing turns.
     """
     groups, width, _ = matrices.shape
     tokens, columns = out.shape
-    factors = np.float32(step) * _POWERS
+    data, sound, sides = pad(stored), np.zeros(len(lengths), np.uint8), np.empty(tokens + columns, np.int16)
+    decode_streams(data, 0, lengths[:2], np.array([tokens, columns]), sides, sound)
+    if not sound[0] or not sound[1]:
+        return
+    exponents, levels = sides[:tokens], sides[tokens:]
     many, wide = np.zeros(EXPONENTS, np.int64), np.zeros(LEVELS, np.int64)
-    _count(exponents, -MOST_EXPONENT, many)
-    _count(levels, LEAST_LEVEL, wide)
+    if not _count(exponents, -MOST_EXPONENT, many) or not _count(levels, LEAST_LEVEL, wide):
+        return
+    sizes = _measure(many, wide)
+    if len(sizes) != len(lengths) - 2:
+        return
+    total = sizes.sum()
+    symbols = np.empty(total + CHUNK, np.int16)
+    symbols[total:] = 0
+    decode_streams(data, lengths[0] + lengths[1], lengths[2:], sizes, symbols, sound[2:])
+    for stream in range(len(lengths)):
+        if not sound[stream]:
+            return
+    done[0] = 1
+    factors = np.float32(step) * _POWERS
     starts = _find_starts(many, wide)
     order, first = _sort_tokens(exponents, many)
     runs, ends, table = _arrange(levels, matrices, many)
@@ -231,15 +247,19 @@ _round_row = ROUNDERS["bfloat16"]
 
 
 def _restore_loop(dtype: str, product: Mapping[str, Any]) -> Loop[Any]:
-    flat, numbers = Array("int16"), Array("float32")
     angles = Array("float32", 2)
     target = Array(NATIVE_DTYPES[dtype], 2, written=True)
     return Loop(
         _restore,
-        (flat, flat, flat, Array("int8", 3), "float32", numbers, Array("float32", 2), angles, angles, "int64", target),
+        (
+            *(Array("uint8"), Array("int64"), Array("int8", 3), "float32", Array("float32"), Array("float32", 2)),
+            *(angles, angles, "int64", target, Array("uint8", written=True)),
+        ),
         {
             **product,
+            **USES,
             "_count": _count,
+            "_measure": _measure,
             "_find_starts": _find_starts,
             "_sort_tokens": _sort_tokens,
             "_arrange": _arrange,
@@ -256,8 +276,6 @@ _COMMON = ("make_aligned", "whole", "make_lines", "make_table", "make_sums", "fi
 
 _BY_PAIRS = {name: getattr(tiles, name) for name in (*_COMMON, "list_pairs", "multiply_tile", "scale", "multiply")}
 _BY_BYTES = {name: getattr(matrixunit, name) for name in (*_COMMON, "multiply_bytes", "scale", "multiply")}
-
-MEASURE = Loop(_measure, (Array("int16"), Array("int16"), Array("int64", written=True)), {"_count": _count})
 
 RESTORE = {dtype: _restore_loop(dtype, _BY_PAIRS) for dtype in ROUNDERS}
 

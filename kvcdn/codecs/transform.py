@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from kvcdn.codec import Buffer, Encoded, Rows
 from kvcdn.codecs.basis import TensorBasis
 from kvcdn.codecs.classes import (
-    ALL_CLASSES,
     LEAST_CLASS,
     LEAST_LEVEL,
     MOST_CLASS,
@@ -26,14 +25,15 @@ from kvcdn.codecs.classes import (
 )
 from kvcdn.codecs.numbers import NATIVE_DTYPES, Floats, to_float32, write_rounded
 from kvcdn.codecs.symbols import Symbols, pack_symbols, read_streams
-from kvcdn.codecs.synthesis import MEASURE, restoring
-from kvcdn.codecs.tiles import CHUNK
+from kvcdn.codecs.synthesis import restoring
 from kvcdn.errors import CorruptError
 
 _HEADER = struct.Struct("<HHf")
 """Exact rows in front, classes, step."""
 
 _LENGTH = struct.Struct("<I")
+
+_NOTHING = np.empty(0, np.uint8)
 
 _NO_ANGLES = np.empty(0, np.float32)
 """Of a tensor that does not turn."""
@@ -85,11 +85,11 @@ def decode_transform(encoded: Buffer, rows: Rows, out: memoryview, what: str) ->
     out[: len(payload.exact)] = payload.exact
     middle = tokens - payload.lead
     width = heads * dim
+    target = out[len(payload.exact) :]
+    if _restored(payload, rows, target):
+        return
     sides = payload.symbols(0, (middle, width))
     exponents, levels = sides[:middle], sides[middle:]
-    target = out[len(payload.exact) :]
-    if _restored(payload, rows, exponents, levels, target):
-        return
     if not in_range(exponents, levels):
         raise payload.out_of_range()
     order = np.argsort(exponents, kind="stable")
@@ -107,31 +107,29 @@ def decode_transform(encoded: Buffer, rows: Rows, out: memoryview, what: str) ->
         write_rounded(placed, rows.dtype, target)
 
 
-def _restored(payload: _Payload, rows: Rows, exponents: Symbols, levels: Symbols, target: memoryview) -> bool:
-    """Fills `target` with the rounded numbers of the classes' symbols, in compiled loops; False where there are none yet."""
-    measure, restore = MEASURE.native(), restoring(rows.dtype).native()
-    if measure is None or restore is None:
+def _restored(payload: _Payload, rows: Rows, target: memoryview) -> bool:
+    """Fills `target` with the rounded numbers, in a compiled loop; False where there is none yet, or it says nothing."""
+    restore = restoring(rows.dtype).native()
+    if restore is None:
         return False
-    sizes = np.empty(ALL_CLASSES, np.int64)
-    measure(exponents, levels, sizes)
-    if sizes[0] < 0:
-        raise payload.out_of_range()
-    symbols = payload.classes([size for size in sizes.tolist() if size], CHUNK)
-    basis, middle = rows.basis, len(exponents)
-    angles = basis.rope.angles(rows.start + payload.lead, middle) if basis.rope else (_NO_ANGLES, _NO_ANGLES)
+    basis, (tokens, heads, dim) = rows.basis, rows.shape
+    middle = tokens - payload.lead
+    cosines, sines = basis.rope.angles(rows.start + payload.lead, middle) if basis.rope else (_NO_ANGLES, _NO_ANGLES)
+    pairs, done = cosines.size // max(middle, 1), np.zeros(1, np.uint8)
     restore(
-        symbols,
-        exponents,
-        levels,
+        payload.stored,
+        payload.lengths,
         basis.matrices,
         payload.step,
         basis.scales,
         basis.mean,
-        *(one.reshape(middle, one.size // max(middle, 1)) for one in angles),
+        cosines.reshape(middle, pairs),
+        sines.reshape(middle, pairs),
         basis.rope is not None and basis.rope.interleaved,
-        np.frombuffer(target, NATIVE_DTYPES[rows.dtype]).reshape(middle, len(levels)),
+        np.frombuffer(target, NATIVE_DTYPES[rows.dtype]).reshape(middle, heads * dim),
+        done,
     )
-    return True
+    return bool(done[0])
 
 
 class _Payload:
@@ -149,27 +147,24 @@ class _Payload:
             raise CorruptError(f"{what}: the components' step, or their sizes, are not possible")
         view = memoryview(encoded)
         self.exact = view[_HEADER.size : start]
-        lengths = [length for (length,) in _LENGTH.iter_unpack(view[start:lengths_end])]
-        if lengths_end + sum(lengths) != len(encoded):
+        self.lengths = np.frombuffer(encoded, "<u4", count + 2, start).astype(np.int64)
+        if lengths_end + int(self.lengths.sum()) != len(encoded):
             raise CorruptError(f"{what}: the components' step, or their sizes, are not possible")
-        self._lengths = lengths
-        self._stored = view[lengths_end:]
+        self.stored = np.frombuffer(encoded, np.uint8, -1, lengths_end) if lengths_end < len(encoded) else _NOTHING
 
-    def symbols(self, first: int, sizes: Sequence[int], more: int = 0) -> Symbols:
-        """Those of streams from the `first` on, of so many each; zeros for `more` behind them."""
-        joined = np.empty(sum(sizes) + more, np.int16)
-        joined[len(joined) - more :] = 0
-        begin, lengths = sum(self._lengths[:first]), self._lengths[first : first + len(sizes)]
-        stored = self._stored[begin : begin + sum(lengths)]
-        read_streams(stored, lengths, joined[: len(joined) - more], sizes, self._what)
+    def symbols(self, first: int, sizes: Sequence[int]) -> Symbols:
+        """Those of streams from the `first` on, of so many each."""
+        joined, lengths = np.empty(sum(sizes), np.int16), self.lengths.tolist()
+        begin, mine = sum(lengths[:first]), lengths[first : first + len(sizes)]
+        read_streams(self.stored[begin : begin + sum(mine)].data, mine, joined, sizes, self._what)
         return joined
 
-    def classes(self, sizes: Sequence[int], more: int = 0) -> Symbols:
-        """Those of all classes, of so many symbols each; zeros for `more` behind them."""
-        count = len(self._lengths) - 2
+    def classes(self, sizes: Sequence[int]) -> Symbols:
+        """Those of all classes, of so many symbols each."""
+        count = len(self.lengths) - 2
         if len(sizes) != count:
             raise CorruptError(f"{self._what}: {count} classes of symbols, {len(sizes)} belong")
-        return self.symbols(2, sizes, more)
+        return self.symbols(2, sizes)
 
     def out_of_range(self) -> CorruptError:
         return CorruptError(f"{self._what}: a level or an exponent is out of range")
