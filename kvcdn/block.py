@@ -16,8 +16,8 @@ from blake3 import blake3
 
 from kvcdn.basis import BasisName, read_basis_name
 from kvcdn.certificate import Certificate, read_certificate
-from kvcdn.codec import LOSSLESS_CODECS, MAX_EXPANSION_BYTES, Buffer, Encoded, Rows, decode_part, encode_smallest
-from kvcdn.digest import Digest, ModelTag, hash_bytes
+from kvcdn.codec import LOSSLESS_CODECS, MAX_EXPANSION_BYTES, Encoded, Rows, decode_part, encode_smallest
+from kvcdn.digest import Buffer, Digest, ModelTag, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, open_envelope, seal_envelope
 from kvcdn.errors import CorruptError, QualityError
 from kvcdn.fields import Fields
@@ -185,7 +185,7 @@ def seal_block(  # noqa: PLR0913 - by name
     *,
     coarse: Digest | None = None,
     each: Callable[..., Iterable[Any]] = map,
-) -> list[bytes]:
+) -> list[Buffer]:
     """A block's bytes in pieces, envelope first; `layers[i][j]` are the raw bytes of tensor j of layer i (FORMAT.md 2.3).
 
     Raw bytes are stored losslessly, whatever the precision; what is encoded already is stored as it is. A lossy precision has
@@ -196,12 +196,12 @@ def seal_block(  # noqa: PLR0913 - by name
     keys = ObjectKeys(name.content_key, salt)
     checkpoint = model.layout.is_checkpoint(name.index, name.tokens)
 
-    def seal(layer: tuple[int, tuple[LayerSpec, Sequence[Buffer | Encoded]]]) -> tuple[Segment, bytes]:
+    def seal(layer: tuple[int, tuple[LayerSpec, Sequence[Buffer | Encoded]]]) -> tuple[Segment, Buffer]:
         number, (spec, raw) = layer
         return _seal_segment(keys, name, _Place(number, spec.kind), spec.parts(checkpoint=checkpoint), raw)
 
     segments: list[Segment] = []
-    stored: list[bytes] = []
+    stored: list[Buffer] = []
     offset = 0
     for segment, sealed in each(seal, list(enumerate(zip(model.layout.layers, layers, strict=True)))):
         segments.append(replace(segment, offset=offset))
@@ -290,7 +290,7 @@ def _seal_segment(
     place: _Place,
     specs: Sequence[TensorSpec | StateSpec],
     tensors: Sequence[Buffer | Encoded],
-) -> tuple[Segment, bytes]:
+) -> tuple[Segment, Buffer]:
     parts = []
     encoded = []
     raw = [data.decoded if isinstance(data, Encoded) else data for data in tensors]
@@ -308,7 +308,9 @@ def _seal_segment(
     length = len(joined) + TAG_BYTES
     nothing = Digest(bytes(Digest.SIZE))
     draft = Segment(place.layer, place.kind, 0, length, nothing, nothing, tuple(parts))
-    sealed = keys.seal(place.layer, segment_associated_data(name.address, draft.descriptor), joined)
+    sealed = bytearray(length)
+    with memoryview(sealed) as out:
+        keys.seal_into(place.layer, segment_associated_data(name.address, draft.descriptor), joined, out)
     return replace(draft, blake3=hash_bytes(sealed), raw_digest=keys.raw_digest(*raw)), sealed
 
 

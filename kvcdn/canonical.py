@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from kvcdn.errors import CorruptError
@@ -18,6 +18,7 @@ MAX_INTEGER = 2**53 - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _CONTAINERS = (dict, list, tuple)
+_PLAIN = {str, int, bool, type(None), *_CONTAINERS}
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
@@ -25,8 +26,7 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=
 def encode(value: Any) -> bytes:
     """The canonical bytes of `value`. Raises ValueError or TypeError, programming errors, for what the form cannot hold."""
     for items in _levels(value):
-        for item in items:
-            _check_scalar(item)
+        _check_scalars(items)
     return encode_checked(value)
 
 
@@ -43,8 +43,7 @@ def decode(data: bytes, what: str) -> Any:
         strict = "\\ud" in text
         for items in _levels(value):
             if strict:
-                for item in items:
-                    _check_scalar(item)
+                _check_scalars(items)
         canonical = encode_checked(value)
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptError(f"{what}: not canonical JSON ({error})") from None
@@ -86,6 +85,18 @@ def _levels(value: Any) -> Iterator[list[Any]]:
             return
     if any(containers):
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _check_scalars(items: Sequence[Any]) -> None:
+    """Raises ValueError or TypeError where one of `items` is not a container and not what the form can hold."""
+    # All at once: a block's header has thousands, of plain types and sound.
+    kinds = set(map(type, items))
+    numbers = [item for item in items if type(item) is int]
+    text = "".join([item for item in items if type(item) is str])
+    plain = kinds <= _PLAIN and text.isascii()
+    if not plain or (numbers and not -MAX_INTEGER <= min(numbers) <= max(numbers) <= MAX_INTEGER):
+        for item in items:
+            _check_scalar(item)
 
 
 def _check_scalar(value: Any) -> None:

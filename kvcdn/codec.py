@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
 from kvcdn.layout import DTYPE_BYTES
-
-Buffer = bytes | bytearray | memoryview
 
 MAX_EXPANSION_BYTES = 64
 """An encoded part exceeds its raw size by at most this (a chunk header); the writer falls back to `raw` long before."""
@@ -104,6 +103,8 @@ class BloscCodec:
         self._shuffled = shuffled
 
     def encode(self, raw: Buffer, typesize: int) -> bytes:
+        if not self._shuffled and typesize == 1 and (chunk := _blocks_encoder()(raw)):
+            return chunk
         blosc2 = _blosc2()
         return bytes(
             blosc2.compress2(
@@ -142,6 +143,13 @@ def _blocks_decoder() -> Callable[[Buffer, memoryview], bool]:
     from kvcdn.codecs.zstd import decode_blocks  # noqa: PLC0415 - an edge never decodes
 
     return decode_blocks
+
+
+@functools.cache
+def _blocks_encoder() -> Callable[[Buffer], bytes | None]:
+    from kvcdn.codecs.zstd import encode_blocks  # noqa: PLC0415 - as above
+
+    return encode_blocks
 
 
 def load_codecs() -> None:

@@ -8,6 +8,8 @@ from blake3 import blake3
 
 from kvcdn.errors import CorruptError
 
+Buffer = bytes | bytearray | memoryview
+
 PARALLEL_FROM_BYTES = 1 << 20
 """From here on BLAKE3 uses every core; below it, starting threads costs more than it saves."""
 
@@ -73,7 +75,7 @@ class Secret(FixedBytes):
         return f"{type(self).__name__}(<secret>)"
 
 
-def hash_bytes(data: bytes | bytearray | memoryview, *, parallel: bool = False) -> Digest:
+def hash_bytes(data: Buffer, *, parallel: bool = False) -> Digest:
     """Plain BLAKE3 of `data`; `parallel` uses all cores where the data is large enough to pay."""
     threads = blake3.AUTO if parallel and len(data) >= PARALLEL_FROM_BYTES else 1
     return Digest(blake3(data, max_threads=threads).digest())

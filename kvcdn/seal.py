@@ -9,12 +9,10 @@ from blake3 import blake3
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from kvcdn.digest import Digest, Secret, derive
+from kvcdn.digest import Buffer, Digest, Secret, derive
 from kvcdn.errors import CorruptError
 
 TAG_BYTES = 16
-
-Buffer = bytes | bytearray | memoryview
 
 
 class ObjectKeys:
@@ -31,9 +29,9 @@ class ObjectKeys:
         if not hmac.compare_digest(self.commitment, commitment):
             raise CorruptError(f"{what}: key commitment does not match, the block was sealed for another text or namespace")
 
-    def seal(self, index: int, associated: bytes, encoded: Buffer) -> bytes:
-        """Ciphertext and tag of segment `index`."""
-        return self._cipher.encrypt(_nonce(index), encoded, associated)
+    def seal_into(self, index: int, associated: bytes, encoded: Buffer, out: memoryview) -> None:
+        """Fills `out`, 16 bytes longer than `encoded`, with ciphertext and tag of segment `index`."""
+        self._cipher.encrypt_into(_nonce(index), encoded, associated, out)
 
     def open_into(self, index: int, associated: bytes, stored: Buffer, out: Buffer, what: str) -> None:
         """Decrypts segment `index` into `out`, of exactly the stored length less 16. Raises CorruptError."""

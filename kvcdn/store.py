@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcdn.digest import Buffer
 from kvcdn.errors import UsageError
 
 STREAM_CHUNK_BYTES = 1 << 20
@@ -55,7 +56,7 @@ class BlobStore(Protocol):
         mid-stream rather than end early. It is a generator: close it to let go of the connection.
         """
 
-    def create(self, key: str, pieces: Sequence[bytes]) -> bool:
+    def create(self, key: str, pieces: Sequence[Buffer]) -> bool:
         """Writes the joined `pieces` as a new object; durable on return. False where one exists, which then is untouched."""
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from kvcdn.digest import ModelTag, hash_bytes
+from kvcdn.digest import Buffer, ModelTag, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, MANIFEST_MAGIC, open_envelope, reseal_envelope
 from kvcdn.errors import CorruptError, NotFoundError, UntrustedError
 from kvcdn.journal import Published
@@ -165,7 +165,7 @@ class _Copy:
             raise _Conflict(f"{self._target.url} holds another object as {key}")
         return 0, entry
 
-    def _signed(self, data: bytes, key: str, entry: BlockEntry) -> tuple[list[bytes], BlockEntry]:
+    def _signed(self, data: bytes, key: str, entry: BlockEntry) -> tuple[list[Buffer], BlockEntry]:
         """The block, or its envelope, as the target is to have it."""
         if not self._resigner:
             return [data], entry

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+from kvcdn.digest import Buffer
 from kvcdn.envelope import BLOCK_MAGIC, MANIFEST_MAGIC
 from kvcdn.errors import KvcdnError, NotFoundError, UsageError
 from kvcdn.store import BlobInfo, BlobStore
@@ -61,7 +62,7 @@ class Trial:
 class CreatesUnseen(Protocol):
     """A store whose `create` looks before it writes; with this it does not."""
 
-    def create_unseen(self, key: str, pieces: Sequence[bytes]) -> bool:
+    def create_unseen(self, key: str, pieces: Sequence[Buffer]) -> bool:
         """As `create`, without the look."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.block import seal_block
-from kvcdn.codec import Buffer, Encoded
+from kvcdn.codec import Encoded
 from kvcdn.codecs.choice import (
     TYPICAL_EXPONENTS,
     GridEncoder,
@@ -19,6 +19,7 @@ from kvcdn.codecs.choice import (
     choose_fine,
     unknown_rows,
 )
+from kvcdn.digest import Buffer
 from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames
 from kvcdn.layout import Layout
 from kvcdn.model.load import LoadedModel

@@ -19,6 +19,7 @@ from kvcdn.layout import Layout
 from kvcdn.model.cache import CacheLayer, make_layer
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.prefill import ScheduledPrefill
+from kvcdn.signing import PublicKey
 
 _ROOM = 2
 """Documents of twice the length find room: memory that nobody has touched is none on a CPU."""
@@ -30,6 +31,7 @@ class KeptBlock:
 
     address: Digest
     etag: Digest | None
+    publisher: PublicKey
 
 
 class Kept:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvcdn.certificate import Certificate
-from kvcdn.codec import Buffer, Encoded, Rows
+from kvcdn.codec import Encoded, Rows
 from kvcdn.codecs.basis import Basis
 from kvcdn.codecs.carrier import carry
 from kvcdn.codecs.choice import (
@@ -28,6 +28,7 @@ from kvcdn.codecs.choice import (
     grid_harm,
     row_exponents,
 )
+from kvcdn.digest import Buffer
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames, refinement_of
 from kvcdn.layout import TensorSpec

@@ -21,8 +21,8 @@ import torch
 from kvcdn.basis import BasisName
 from kvcdn.block import BlockHeader, open_header, open_segment, seal_block
 from kvcdn.certificate import Certificate
-from kvcdn.codec import Buffer, Encoded
-from kvcdn.digest import Digest, hash_bytes
+from kvcdn.codec import Encoded
+from kvcdn.digest import Buffer, Digest, hash_bytes
 from kvcdn.errors import CorruptError, NotFoundError
 from kvcdn.journal import Published
 from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_key
@@ -34,9 +34,9 @@ from kvcdn.model.speed import Pass, remember_passes
 from kvcdn.origin.kept import Kept, KeptBlock
 from kvcdn.origin.lease import Lease
 from kvcdn.origin.result import PublishProgress, PublishResult
-from kvcdn.origin.whole import read_header
+from kvcdn.origin.whole import read_envelope, read_header
 from kvcdn.seal import ObjectKeys
-from kvcdn.signing import SigningKey, TrustList
+from kvcdn.signing import PublicKey, SigningKey, TrustList
 from kvcdn.store import BlobStore
 
 _UPLOADS_IN_FLIGHT = 2
@@ -74,6 +74,7 @@ class Run:
         self._prefill_seconds = 0.0
         self._passes: list[Pass] = []
         self.kept = Kept()
+        self._signers: dict[Digest, PublicKey] = {}
         self._others: set[Digest] = set()
         self._tokens_loaded = 0
         self._tokens_computed = 0
@@ -177,7 +178,8 @@ class Run:
             self._count(block)
             self._report()
             etags.append(None)
-        self.kept.hold([KeptBlock(name.address, etag) for name, etag in zip(self.names.blocks, etags, strict=True)])
+        addresses = (name.address for name in self.names.blocks)
+        self.kept.hold([self._kept_block(address, etag) for address, etag in zip(addresses, etags, strict=True)])
         return prefill.rows(len(token_ids))
 
     def after(self, other: Run) -> None:
@@ -216,8 +218,11 @@ class Run:
                     future.cancel()
         remember_passes(self.loaded, self._passes)
         ours = itertools.takewhile(lambda entry: entry.address not in self._others, entries)
-        self.kept.hold([KeptBlock(entry.address, entry.etag) for entry in ours])
+        self.kept.hold([self._kept_block(entry.address, entry.etag) for entry in ours])
         return entries
+
+    def _kept_block(self, address: Digest, etag: Digest | None) -> KeptBlock:
+        return KeptBlock(address, etag, self._signers.get(address, self._key.public))
 
     def _count(self, block: PrefilledBlock) -> None:
         self._prefill_seconds += block.seconds
@@ -238,10 +243,11 @@ class Run:
             missing = len(blocks)
         entries: list[BlockEntry | None] = []
         for name, kept in zip(blocks[:missing], held, strict=False):
-            entry = self._entry(name)
+            entry = self._entry(name, kept)
             if entry and entry.etag != kept.etag:
                 self.kept.hold(held[: len(entries)])  # what is behind is overwritten now
                 break
+            self._signers[name.address] = kept.publisher
             self._add(entries, entry, name)
         with ThreadPoolExecutor(self._loads_in_flight, thread_name_prefix="kvcdn-load") as pool:
             rest = blocks[len(entries) : missing]
@@ -261,10 +267,16 @@ class Run:
         """States of one block after another have the same place, and the last one's must stay."""
         return 1 if self.names.model.layout.state_bytes else _LOADS_IN_FLIGHT
 
-    def _entry(self, name: BlockName) -> BlockEntry | None:
+    def _entry(self, name: BlockName, kept: KeptBlock) -> BlockEntry | None:
         """The entry of a block at the origin, of which only the header is read; None where it is not there."""
-        header = self.header(name)
-        return None if header is None else BlockEntry(name.address, name.tokens, header.size, header.etag)
+        key = block_key(self.names.model.tag, name.address)
+        info = self._store.stat(key)
+        if info is None:
+            return None
+        etag = hash_bytes(read_envelope(self._store, key))
+        if etag == kept.etag:  # the very bytes that were checked before: parsing and checking them takes milliseconds
+            self._trust.require(kept.publisher, f"block {name.address}")
+        return BlockEntry(name.address, name.tokens, info.size, etag)
 
     def header(self, name: BlockName) -> BlockHeader | None:
         """The header of a block at the origin; None where it is not there."""
@@ -297,6 +309,7 @@ class Run:
                         place.copy_(tensor)
         except CorruptError as error:
             raise CorruptError(f"{error} ({key} at {self._store.url})", hint="remove the object and publish again") from None
+        self._signers[name.address] = header.publisher
         return BlockEntry(name.address, name.tokens, len(data), header.etag)
 
     def _checked(self, header: BlockHeader, name: BlockName, size: int) -> BlockHeader:
@@ -327,11 +340,11 @@ class Run:
         basis: BasisName | None = None,
         coarse: Digest | None = None,
         each: Callable[..., Iterable[Any]] = map,
-    ) -> list[bytes]:
+    ) -> list[Buffer]:
         names = self.names.model, name
         return seal_block(*names, self._producer, layers, self._key, certificate, basis, coarse=coarse, each=each)
 
-    def _create(self, name: BlockName, pieces: list[bytes]) -> BlockEntry:
+    def _create(self, name: BlockName, pieces: list[Buffer]) -> BlockEntry:
         size = sum(map(len, pieces))
         if self._store.create(block_key(self.names.model.tag, name.address), pieces):
             self._uploaded.append(size)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvcdn import codec
 from kvcdn.codec import PLAIN_CHUNK
-from kvcdn.codecs.zstd import decode_blocks
+from kvcdn.codecs.zstd import decode_blocks, encode_blocks
 from kvcdn.errors import CorruptError
 
 RNG = np.random.default_rng(3)
@@ -27,7 +27,14 @@ def codes(size: int) -> bytes:
     return np.clip(RNG.normal(7, 2, size), 0, 15).astype(np.uint8).tobytes()
 
 
-SOUND = PLAIN_CHUNK.encode(codes(70_000), 1)
+RAW_BYTES = 150_000
+SOUND = PLAIN_CHUNK.encode(codes(RAW_BYTES), 1)
+"""Three blocks."""
+
+
+def by_blosc2(raw: bytes) -> bytes:
+    """As the library itself writes it."""
+    return bytes(blosc2.compress2(raw, typesize=1, codec=blosc2.Codec.ZSTD, clevel=1, filters=[], nthreads=1))
 
 
 def decoded(chunk: bytes, size: int, *, direct: bool) -> bytes | None:
@@ -57,9 +64,20 @@ def test_chunks_of_every_size(size: int) -> None:
 @pytest.mark.parametrize("raw", [bytes(5000), b"\x07" * 5000, RNG.bytes(5000), bytes(40_000) + codes(40_000)])
 def test_what_is_unusual_is_left_to_blosc2(raw: bytes) -> None:
     """Runs, and bytes as they are."""
-    chunk = PLAIN_CHUNK.encode(raw, 1)
+    chunk = by_blosc2(raw)
     assert not decode_blocks(chunk, memoryview(bytearray(len(raw))))
     assert raw == decoded(chunk, len(raw), direct=True)
+    assert raw == decoded(PLAIN_CHUNK.encode(raw, 1), len(raw), direct=False)
+
+
+def test_what_zstd_writes_is_blosc2s() -> None:
+    """Of the same format, and about as large; where a block does not shrink, blosc2 stores it."""
+    raw = codes(RAW_BYTES)
+    chunk = encode_blocks(raw)
+    assert chunk is not None
+    assert len(chunk) < 1.01 * len(by_blosc2(raw))
+    assert blosc2.decompress2(chunk) == decoded(chunk, RAW_BYTES, direct=True) == raw
+    assert encode_blocks(raw + RNG.bytes(1 << 16)) is None
 
 
 def test_split_blocks_are_left_to_blosc2() -> None:
@@ -80,7 +98,7 @@ def test_damage_is_refused_alike(changes: list[tuple[int, int]]) -> None:
     changed = bytearray(SOUND)
     for place, value in changes:
         changed[place] = value
-    assert decoded(bytes(changed), 70_000, direct=False) == decoded(bytes(changed), 70_000, direct=True)
+    assert decoded(bytes(changed), RAW_BYTES, direct=False) == decoded(bytes(changed), RAW_BYTES, direct=True)
 
 
 @pytest.mark.parametrize("start", [0, 31, 39, 43, len(SOUND) - 3, len(SOUND), 2**31, 2**32 - 1])
@@ -89,8 +107,8 @@ def test_blocks_that_begin_elsewhere(block: int, start: int) -> None:
     """Where no block can be: nothing is read there."""
     changed = bytearray(SOUND)
     struct.pack_into("<I", changed, 32 + 4 * block, start)
-    assert not decode_blocks(bytes(changed), memoryview(bytearray(70_000)))
-    assert decoded(bytes(changed), 70_000, direct=True) is None
+    assert not decode_blocks(bytes(changed), memoryview(bytearray(RAW_BYTES)))
+    assert decoded(bytes(changed), RAW_BYTES, direct=True) is None
 
 
 @pytest.mark.parametrize("size", [-(2**31), -1, 0, len(SOUND), 2**31 - 1])
@@ -99,9 +117,9 @@ def test_blocks_of_other_sizes(size: int) -> None:
     changed = bytearray(SOUND)
     (start,) = struct.unpack_from("<I", changed, 32)
     struct.pack_into("<i", changed, start, size)
-    assert not decode_blocks(bytes(changed), memoryview(bytearray(70_000)))
+    assert not decode_blocks(bytes(changed), memoryview(bytearray(RAW_BYTES)))
     with suppress(CorruptError):
-        decoded(bytes(changed), 70_000, direct=True)
+        decoded(bytes(changed), RAW_BYTES, direct=True)
 
 
 def test_each_thread_has_a_context_of_its_own() -> None:
@@ -128,7 +146,7 @@ def test_a_frame_that_promises_more_takes_no_memory() -> None:
     struct.pack_into("<IBI", changed, start + 4, 0xFD2FB528, 0b1010_0000, 1 << 30)
     assert zstandard.frame_content_size(changed[start + 4 :]) == 1 << 30
     tracemalloc.start()
-    assert not decode_blocks(bytes(changed), memoryview(bytearray(70_000)))
+    assert not decode_blocks(bytes(changed), memoryview(bytearray(RAW_BYTES)))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
-    assert decoded(bytes(changed), 70_000, direct=True) is None
+    assert decoded(bytes(changed), RAW_BYTES, direct=True) is None

@@ -170,6 +170,14 @@ def test_json_of_any_value(value: Any) -> None:
     assert value == canonical.decode(data, WHAT)
 
 
+@pytest.mark.parametrize("value", ["\udc80", 2**53, -(2**53), 1.0, float("nan"), b"bytes", object()])
+def test_what_canonical_json_cannot_hold_is_refused(value: Any) -> None:
+    """Alone, and among hundreds of values that it can."""
+    for whole in (value, [value], {"a": [*range(300), "\u00e9" * 300, None, True, {"deep": value}], "b": "sound"}):
+        with pytest.raises((ValueError, TypeError)):
+            canonical.encode(whole)
+
+
 @FUZZ
 @given(JSON | edited_header(MODEL.layout.to_json()))
 def test_layout_of_any_value(value: Any) -> None:

@@ -19,8 +19,9 @@ from kvcdn.certificate import MICRO, NANO, Certificate
 from kvcdn.cli.machine import spread
 from kvcdn.cli.options import quiet_libraries
 from kvcdn.cli.rig import document_text
-from kvcdn.codec import Buffer, Encoded
+from kvcdn.codec import Encoded
 from kvcdn.codecs.compiled import wait_until_compiled
+from kvcdn.digest import Buffer
 from kvcdn.errors import UsageError
 from kvcdn.keys import LOSSY, PRECISION_NATIVE, TRANSFORMED, BlockName, Namespace, PrefixNames
 from kvcdn.model.layers import TORCH_DTYPES

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from kvcdn import canonical
 from kvcdn.basis import BasisName
-from kvcdn.codec import Buffer
 from kvcdn.codecs.numbers import Floats
 from kvcdn.codecs.rope import Rope
-from kvcdn.digest import Digest, hash_bytes
+from kvcdn.digest import Buffer, Digest, hash_bytes
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
 from kvcdn.layout import MAX_DIM, MAX_LAYERS, Layout, TensorSpec

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvcdn.basis import BASIS_TOKEN_BYTES, BasisName
-from kvcdn.codec import Buffer, Encoded
+from kvcdn.codec import Encoded
 from kvcdn.codecs.basis import Basis
-from kvcdn.digest import hash_bytes
+from kvcdn.digest import Buffer, hash_bytes
 from kvcdn.errors import CorruptError
 from kvcdn.keys import BlockName
 from kvcdn.layout import Layout

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.basis import BasisName
-from kvcdn.codec import Buffer, Encoded, Rows, encode_smallest
+from kvcdn.codec import Encoded, Rows, encode_smallest
 from kvcdn.codecs.basis import Basis, TensorBasis
 from kvcdn.codecs.numbers import Floats, to_float32
 from kvcdn.codecs.quant import Grid, encode_grid
 from kvcdn.codecs.rest import encode_rest
 from kvcdn.codecs.transform import encode_transform
+from kvcdn.digest import Buffer
 from kvcdn.keys import EXACT_TOKENS, BlockName
 from kvcdn.layout import Layout, TensorSpec
 

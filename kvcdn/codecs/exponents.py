@@ -13,8 +13,9 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcdn.codec import PLAIN_CHUNK, Buffer, Rows
+from kvcdn.codec import PLAIN_CHUNK, Rows
 from kvcdn.codecs.compiled import Array, Loop
+from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
 
 DTYPE = "bfloat16"
@@ -56,16 +57,14 @@ def encode_exponents(raw: Buffer, rows: Rows) -> bytes | None:
     tops = np.minimum(tops, sums // np.uint32(count) + np.uint32(_ABOVE_MEAN))
     bases = (np.maximum(tops, np.uint32(MOST_CODE)) - np.uint32(MOST_CODE)).astype(np.uint8)
     packed, kept = np.empty((-(-count // 2), width), np.uint8), np.empty(bits.shape, np.uint8)
-    strayed = np.zeros(count, np.uint8)
-    (_TAKE_APART.native() or _take_apart_by_numpy)(bits, bases, packed, kept, strayed)
-    found = np.flatnonzero(strayed)
-    exponents = _exponents(bits[found])
-    which, columns = np.nonzero(exponents - bases > MOST_CODE)
-    if _EXCEPTION_BYTES * len(which) >= len(raw) // 4:
+    most = len(raw) // 4 // _EXCEPTION_BYTES
+    places, exponents, found = np.empty(most, np.uint32), np.empty(most, np.uint8), np.zeros(1, np.uint32)
+    (_TAKE_APART.native() or _take_apart_by_numpy)(bits, bases, packed, kept, places, exponents, found)
+    strays = int(found[0])
+    if _EXCEPTION_BYTES * strays >= len(raw) // 4:
         return None
-    places = (found[which] * width + columns).astype("<u4")
-    exceptions = (_COUNT.pack(len(places)), places.tobytes(), exponents[which, columns].tobytes())
-    return b"".join((*exceptions, bases.tobytes(), kept.tobytes(), PLAIN_CHUNK.encode(packed.reshape(-1).data, 1)))
+    exceptions = (_COUNT.pack(strays), places[:strays].astype("<u4").data, exponents[:strays].data)
+    return b"".join((*exceptions, bases.data, kept.data, PLAIN_CHUNK.encode(packed.reshape(-1).data, 1)))
 
 
 def decode_exponents(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
@@ -118,32 +117,62 @@ def _survey_by_numpy(bits: Bits, tops: Bytes, sums: NDArray[np.uint32]) -> None:
     exponents.sum(0, dtype=np.uint32, out=sums)
 
 
-def _take_apart(bits: Bits, bases: Bytes, packed: Bytes, kept: Bytes, strayed: Bytes) -> None:
-    """Codes in pairs, signs and mantissas; a row of which codes do not fit has `strayed`, and zeros in their places."""
+def _take_apart(
+    bits: Bits,
+    bases: Bytes,
+    packed: Bytes,
+    kept: Bytes,
+    places: NDArray[np.uint32],
+    exponents: Bytes,
+    found: NDArray[np.uint32],
+) -> None:
+    """Codes in pairs, signs and mantissas; where a code does not fit it is 0, and an exception.
+
+    Exceptions are counted in `found`, zero before, and written as far as there is room for them.
+    """
     count, width = bits.shape
     for pair in range(len(packed)):
-        low, high = 2 * pair, 2 * pair + 1
-        stray = np.uint8(0)
-        for column in range(width):
-            code = np.uint8((bits[low, column] >> 7) - bases[column])
-            stray |= code
-            packed[pair, column] = code if code <= MOST_CODE else 0
-            kept[low, column] = (bits[low, column] & 0x7F) | ((bits[low, column] >> 8) & 0x80)
-        strayed[low] = stray > MOST_CODE
-        if high < count:
+        for half in range(min(count - 2 * pair, 2)):
+            row = 2 * pair + half
             stray = np.uint8(0)
-            for column in range(width):
-                code = np.uint8((bits[high, column] >> 7) - bases[column])
-                stray |= code
-                packed[pair, column] |= (code if code <= MOST_CODE else 0) << 4
-                kept[high, column] = (bits[high, column] & 0x7F) | ((bits[high, column] >> 8) & 0x80)
-            strayed[high] = stray > MOST_CODE
+            if half:
+                for column in range(width):
+                    code = np.uint8((bits[row, column] >> 7) - bases[column])
+                    stray |= code
+                    packed[pair, column] |= (code if code <= MOST_CODE else 0) << 4
+                    kept[row, column] = (bits[row, column] & 0x7F) | ((bits[row, column] >> 8) & 0x80)
+            else:
+                for column in range(width):
+                    code = np.uint8((bits[row, column] >> 7) - bases[column])
+                    stray |= code
+                    packed[pair, column] = code if code <= MOST_CODE else 0
+                    kept[row, column] = (bits[row, column] & 0x7F) | ((bits[row, column] >> 8) & 0x80)
+            if stray > MOST_CODE:
+                for column in range(width):
+                    exponent = np.uint8(bits[row, column] >> 7)
+                    if np.uint8(exponent - bases[column]) > MOST_CODE:
+                        if found[0] < len(places):
+                            places[found[0]] = row * width + column
+                            exponents[found[0]] = exponent
+                        found[0] += 1
 
 
-def _take_apart_by_numpy(bits: Bits, bases: Bytes, packed: Bytes, kept: Bytes, strayed: Bytes) -> None:
-    codes = _exponents(bits) - bases
+def _take_apart_by_numpy(
+    bits: Bits,
+    bases: Bytes,
+    packed: Bytes,
+    kept: Bytes,
+    places: NDArray[np.uint32],
+    exponents: Bytes,
+    found: NDArray[np.uint32],
+) -> None:
+    all_exponents = _exponents(bits)
+    codes = all_exponents - bases
     stray = codes > MOST_CODE
-    stray.any(1, out=strayed.view(bool))
+    which = np.flatnonzero(stray)
+    found[0] = len(which)
+    which = which[: len(places)]
+    places[: len(which)], exponents[: len(which)] = which, all_exponents.reshape(-1)[which]
     codes[stray] = 0
     packed[...] = codes[::2]
     packed[: len(bits) // 2] |= codes[1::2] << _HALF_BYTE
@@ -159,7 +188,9 @@ _TAKE_APART = Loop(
         Array("uint8"),
         Array("uint8", 2, written=True),
         Array("uint8", 2, written=True),
+        Array("uint32", written=True),
         Array("uint8", written=True),
+        Array("uint32", written=True),
     ),
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcdn.codec import Buffer
+from kvcdn.digest import Buffer
 
 _BITS_CUT = np.uint32(16)
 """A bfloat16 is the upper half of a float32."""

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcdn.codec import Buffer, Encoded, Rows
+from kvcdn.codec import Encoded, Rows
 from kvcdn.codecs.compiled import Array, Loop
 from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats, to_float32, write_rounded
+from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
 
 _HEADER = struct.Struct("<BBBBHH")

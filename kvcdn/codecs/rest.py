@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcdn.codec import Buffer, Encoded, Rows
+from kvcdn.codec import Encoded, Rows
 from kvcdn.codecs.compiled import Array, Loop
 from kvcdn.codecs.symbols import pack_symbols, read_streams
+from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
 
 CLASSES = 12

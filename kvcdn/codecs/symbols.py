@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec
 from pcodec.wrapped import FileCompressor, FileDecompressor
 
-from kvcdn.codec import Buffer
 from kvcdn.codecs.pages import DECODE
+from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
 
 Symbols = NDArray[np.int16]

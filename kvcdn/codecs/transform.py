@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcdn.codec import Buffer, Encoded, Rows
+from kvcdn.codec import Encoded, Rows
 from kvcdn.codecs.basis import TensorBasis
 from kvcdn.codecs.classes import (
     LEAST_CLASS,
@@ -26,6 +26,7 @@ from kvcdn.codecs.classes import (
 from kvcdn.codecs.numbers import NATIVE_DTYPES, Floats, to_float32, write_rounded
 from kvcdn.codecs.symbols import Symbols, pack_symbols, read_streams
 from kvcdn.codecs.synthesis import restoring
+from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
 
 _HEADER = struct.Struct("<HHf")

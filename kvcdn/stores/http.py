@@ -18,6 +18,7 @@ import urllib3
 from urllib3.exceptions import HTTPError, LocationParseError, ProxyError, SSLError
 
 from kvcdn import __version__, trail
+from kvcdn.digest import Buffer
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.store import BlobInfo, check_key
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
@@ -117,7 +118,7 @@ class HttpStore:
             return nothing()
         return begun(self._pieces(key, body, span))
 
-    def create(self, key: str, pieces: Sequence[bytes]) -> bool:  # noqa: ARG002 - the protocol's
+    def create(self, key: str, pieces: Sequence[Buffer]) -> bool:  # noqa: ARG002 - the protocol's
         self._refuse(f"{check_key(key)} cannot be created")
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from threading import Lock
 
+from kvcdn.digest import Buffer
 from kvcdn.errors import NotFoundError
 from kvcdn.store import STREAM_CHUNK_BYTES, BlobInfo, check_key
 from kvcdn.stores.span import Span
@@ -37,7 +38,7 @@ class MemoryStore:
         data, (first, last) = self._find(key, Span.of(start, length))
         return _pieces(data, first, last)
 
-    def create(self, key: str, pieces: Sequence[bytes]) -> bool:
+    def create(self, key: str, pieces: Sequence[Buffer]) -> bool:
         check_key(key)
         entry = (b"".join(pieces), time.time())
         with self._lock:

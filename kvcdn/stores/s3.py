@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from kvcdn.digest import Buffer
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.store import STREAM_CHUNK_BYTES, BlobInfo, check_key, is_behind
 from kvcdn.stores import s3_client
@@ -134,11 +135,11 @@ class S3Store:
             return nothing()
         return begun(self._pieces(key, body, span))
 
-    def create(self, key: str, pieces: Sequence[bytes]) -> bool:
+    def create(self, key: str, pieces: Sequence[Buffer]) -> bool:
         # Spares the upload of what is there, and keeps a server that ignores If-None-Match from overwriting it.
         return self.stat(key) is None and self.create_unseen(key, pieces)
 
-    def create_unseen(self, key: str, pieces: Sequence[bytes]) -> bool:
+    def create_unseen(self, key: str, pieces: Sequence[Buffer]) -> bool:
         """As `create` without a look before: only the server keeps what is there. `kvcdn doctor` tries whether it does."""
         size = sum(map(len, pieces))
         for attempt in range(1, CONFLICT_ATTEMPTS + 1):
@@ -168,7 +169,7 @@ class S3Store:
         with self._translated(f"deleting {key}"):
             self._client.delete_object(Bucket=self._bucket, Key=self._name(key))
 
-    def _put(self, name: str, pieces: Sequence[bytes]) -> None:
+    def _put(self, name: str, pieces: Sequence[Buffer]) -> None:
         data = b"".join(pieces)
         self._client.put_object(
             Bucket=self._bucket,
@@ -180,7 +181,7 @@ class S3Store:
             ChecksumCRC32=_crc32(data),
         )
 
-    def _put_parts(self, name: str, pieces: Sequence[bytes]) -> None:
+    def _put_parts(self, name: str, pieces: Sequence[Buffer]) -> None:
         target = {"Bucket": self._bucket, "Key": name}
         upload = self._client.create_multipart_upload(
             **target, CacheControl=CACHE_CONTROL, ContentType="application/octet-stream", ChecksumAlgorithm="CRC32"
@@ -201,7 +202,7 @@ class S3Store:
                 self._client.abort_multipart_upload(**target)
             raise
 
-    def _holds(self, key: str, pieces: Sequence[bytes]) -> bool:
+    def _holds(self, key: str, pieces: Sequence[Buffer]) -> bool:
         """Whether the object has exactly our bytes: then it is ours, as every block and manifest differs from all others."""
         info = self.stat(key)
         if info is None or info.size != sum(map(len, pieces)):
@@ -335,7 +336,7 @@ def _crc32(data: bytes) -> str:
     return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode("ascii")
 
 
-def _parts(pieces: Iterable[bytes], size: int) -> Iterator[bytes]:
+def _parts(pieces: Iterable[Buffer], size: int) -> Iterator[bytes]:
     """The joined pieces cut into parts of `size` bytes, the last one shorter; joins no more than one part at a time."""
     waiting = bytearray()
     for piece in pieces:

@@ -17,6 +17,7 @@ from attacks.forge import (
     edited,
     fresh_chunk,
     republished_tail,
+    sealed_by,
     sound_blocks,
     tail,
 )
@@ -172,7 +173,7 @@ def _emptied(block: ForgedBlock) -> bytes:
     header = edited(header, ("segments", 1, "length"), TAG_BYTES)
     keys = ObjectKeys(block.name.content_key, Digest.parse(header["salt"], "salt"))
     descriptor = {name: header["segments"][1][name] for name in ("kind", "layer", "length", "parts")}
-    sealed = keys.seal(1, segment_associated_data(block.name.address, canonical.encode(descriptor)), b"")
+    sealed = sealed_by(keys, 1, segment_associated_data(block.name.address, canonical.encode(descriptor)), b"")
     forged = ForgedBlock(block.name, header, block.stored, block.encoded)
     return forged.with_stored((block.stored[0], sealed, block.stored[2])).write()
 
@@ -217,7 +218,7 @@ def _resealed(block: ForgedBlock, associated: Any) -> bytes:
     stored = []
     for index, (segment, parts) in enumerate(zip(block.header["segments"], block.encoded, strict=True)):
         descriptor = canonical.encode({name: segment[name] for name in ("kind", "layer", "length", "parts")})
-        stored.append(keys.seal(index, associated(descriptor), b"".join(parts)))
+        stored.append(sealed_by(keys, index, associated(descriptor), b"".join(parts)))
     return block.with_stored(tuple(stored)).write()
 
 

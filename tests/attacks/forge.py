@@ -139,8 +139,15 @@ class ForgedBlock:
         keys = ObjectKeys(self.name.content_key, Digest.parse(header["salt"], "salt"))
         associated = segment_associated_data(self.name.address, canonical.encode(descriptor))
         stored = list(self.stored)
-        stored[layer] = keys.seal(layer, associated, b"".join(parts))
+        stored[layer] = sealed_by(keys, layer, associated, b"".join(parts))
         return replace(self, header=header).with_stored(tuple(stored))
+
+
+def sealed_by(keys: ObjectKeys, index: int, associated: bytes, encoded: bytes) -> bytes:
+    """A segment as a publisher seals it."""
+    sealed = bytearray(len(encoded) + TAG_BYTES)
+    keys.seal_into(index, associated, encoded, memoryview(sealed))
+    return bytes(sealed)
 
 
 def raw_tensors(name: BlockName, seed: int = 0) -> list[list[bytes]]:

@@ -9,11 +9,11 @@ import numpy as np
 
 from kvcdn.block import open_header, seal_block
 from kvcdn.certificate import Certificate
-from kvcdn.codec import Buffer, Encoded, Rows
+from kvcdn.codec import Encoded, Rows
 from kvcdn.codecs.basis import Basis, TensorBasis
 from kvcdn.codecs.choice import GridEncoder, TensorEncoder, TransformEncoder, encode_refinement
 from kvcdn.codecs.rope import Rope
-from kvcdn.digest import Digest, hash_bytes
+from kvcdn.digest import Buffer, Digest, hash_bytes
 from kvcdn.keys import TRANSFORMED, ModelIdentity, Namespace, PrefixNames, block_key, manifest_key, refinement_of
 from kvcdn.layout import Layout, TensorSpec
 from kvcdn.manifest import BlockEntry, Manifest
