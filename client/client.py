@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
@@ -29,10 +28,10 @@ from kvcdn.client.explain import Explainer
 from kvcdn.client.explanation import Explanation
 from kvcdn.client.gate import Gate
 from kvcdn.client.generation import Generation
-from kvcdn.client.guard import mark, watch
+from kvcdn.client.guard import Guard, mark
 from kvcdn.client.local import LocalPrefixes
 from kvcdn.client.plan import Aim, Prices
-from kvcdn.client.prefix import Prefix, common_length
+from kvcdn.client.prefix import ModelState, Prefix, common_length
 from kvcdn.client.race import StoppedError
 from kvcdn.client.refine import Refiner
 from kvcdn.client.report import Report
@@ -118,7 +117,7 @@ class Client:
         self._aim = Aim.of(mode, deadline, prefer, prices)
         self._usage = Usage.of(usage)
         self._own_usage = not isinstance(usage, Usage)
-        self._guard: RemovableHandle | None = None
+        self._guard: Guard | None = None
         self.loaded: LoadedModel | None = None
         self._unsupported: UnsupportedModelError | None = None
         try:
@@ -290,8 +289,7 @@ class Client:
         generation = Generation(self.model, self.tokenizer, self.encode(prompt), {})
         report, cache = self.load_cache(generation.prompt, started, aim, stop)
         if cache is not None:
-            mark(cache, generation.prompt.token_ids)
-            self.guard()
+            self.guard(cache, generation.prompt)
         return generation.inputs(cache, report)
 
     def load_cache(
@@ -312,9 +310,10 @@ class Client:
     def _admitted(self, attempt: Attempt | None) -> Cache | None:
         return None if attempt is None else attempt.admitted_cache(audit=self._supply.gate.draw())
 
-    def guard(self) -> None:
-        """Compares passes beside marked caches with their prompts until the client is closed."""
-        self._guard = self._guard or watch(self.model)
+    def guard(self, cache: Cache, prompt: Prompt) -> None:
+        """Compares passes beside `cache` with `prompt` and the model as it is now, until the client is closed."""
+        mark(cache, prompt.token_ids, ModelState.of(self.current()))
+        self._guard = self._guard or Guard(self.model, lambda: ModelState.of(self.current()))
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
         aim = self._aim.changed_by(options)

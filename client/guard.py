@@ -1,55 +1,149 @@
 """The guard of prepared caches: whoever runs the model beside one with other ids, masks or positions is told, not misled.
 
-The library takes any cache with any prompt and computes something. A prepared cache remembers the prompt it was made for,
-and a hook of torch's own, on the model's body, compares every pass that is given such a cache.
+The library takes any cache with any prompt and computes something. A prepared cache remembers the tokens it has read, its
+prompt's at first and then those of every pass, and is compared in two places: by a hook of torch's own on the model's body,
+which sees every pass, and in the method with which generate() prepares each pass, which sees the whole sequence, of which the
+library takes only the end.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvcdn.errors import UsageError
+from kvcdn.errors import KvcdnError, UsageError
 from kvcdn.model.states import StateLayer
 
 _MARK = "_kvcdn_prompt"
+_PREPARES = "prepare_inputs_for_generation"
 _HINT = "pass prepared.inputs() to generate() as they are, once"
 
 
-def mark(cache: Cache, token_ids: tuple[int, ...]) -> None:
+class Mark:
+    """What a cache belongs to: the tokens that it has read or is to read next, and the model as it was."""
+
+    def __init__(self, token_ids: tuple[int, ...], model: object) -> None:
+        """`model` is equal to what the same model gives later, unless it was changed."""
+        self.token_ids = torch.tensor(token_ids, dtype=torch.long)
+        self.model = model
+        self.prompt_tokens = len(token_ids)
+
+    def require(self, start: int, end: int, ids: torch.Tensor) -> None:
+        """Raises UsageError unless `ids`, [rows, n], begin with what is known of tokens `start` to `end`."""
+        known = self.token_ids[start:end].to(ids.device)
+        if ids.shape[0] and not torch.equal(ids[:, : known.shape[0]], known.expand(ids.shape[0], -1)[:, : ids.shape[1]]):
+            raise UsageError("the model was given other tokens than those the cache was loaded for", hint=_HINT)
+
+    def went_on(self, length: int, ids: torch.Tensor) -> None:
+        """Remembers that `ids` are read behind `length` tokens; of several rows each goes its own way."""
+        if ids.shape[0] == 1 and length + ids.shape[1] > self.prompt_tokens:
+            self.token_ids = torch.cat([self.token_ids[:length], ids[0].to("cpu", torch.long)])
+
+
+def mark(cache: Cache, token_ids: tuple[int, ...], model: object) -> None:
     """Says that `cache` belongs to the prompt `token_ids`; one of states alone cannot tell how much of it it has seen."""
     if not all(isinstance(layer, StateLayer) for layer in cache.layers):
-        setattr(cache, _MARK, token_ids)
+        setattr(cache, _MARK, Mark(token_ids, model))
 
 
-def watch(model: PreTrainedModel) -> RemovableHandle:
-    """Compares every pass of `model` beside a marked cache, until the handle is removed; passes beside others cost nothing."""
-    body: torch.nn.Module = getattr(model, model.base_model_prefix, model)
-    return body.register_forward_pre_hook(_check, with_kwargs=True)
+class Guard:
+    """Compares every pass of a model beside a marked cache until it is removed; passes beside others cost nothing."""
+
+    def __init__(self, model: PreTrainedModel, state: Callable[[], object]) -> None:
+        """`state` says what `model` is like now."""
+        self._model = model
+        body: torch.nn.Module = getattr(model, model.base_model_prefix, model)
+        _watched[body] = Watched(tuple(inspect.signature(body.forward).parameters), state)
+        self._hook = body.register_forward_pre_hook(_check_pass, with_kwargs=True)
+        self._own = vars(model).get(_PREPARES)
+        # A method bound to the model, so that a copy of the model has its own.
+        vars(model)[_PREPARES] = MethodType(_preparing(model, self._own), model)
+
+    def remove(self) -> None:
+        """Nobody watches any more, and nothing is left behind."""
+        self._hook.remove()
+        del vars(self._model)[_PREPARES]
+        if self._own is not None:
+            vars(self._model)[_PREPARES] = self._own
 
 
-def _check(_module: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-    cache = named.get("cache") if named.get("cache") is not None else named.get("past_key_values")
-    prompt = getattr(cache, _MARK, None)
-    if cache is None or prompt is None:
+@dataclass(frozen=True)
+class Watched:
+    """Of a body: the names of its arguments in order, and what its model is like now."""
+
+    names: tuple[str, ...]
+    state: Callable[[], object]
+
+
+_watched: WeakKeyDictionary[torch.nn.Module, Watched] = WeakKeyDictionary()
+"""By body, since a hook is copied with its module, and a client cannot be."""
+
+
+def _check_pass(body: torch.nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    watched = _watched.get(body)
+    given = named if watched is None else {**dict(zip(watched.names, positional, strict=False)), **named}
+    cache, belongs = _marked(given)
+    if cache is None or belongs is None:
         return
-    ids = named.get("input_ids", positional[0] if positional else None)
+    ids = given.get("input_ids")
     if ids is None:
         raise UsageError("a loaded cache belongs to tokens, and the model was given embeddings beside it", hint=_HINT)
     length, count = cache.get_seq_length(), ids.shape[1]
-    expected = torch.tensor(prompt[length : length + count], dtype=ids.dtype, device=ids.device)
-    if ids.shape[0] and not bool((ids[:, : expected.shape[0]] == expected).all()):
-        raise UsageError("the model was given other tokens than those the cache was loaded for", hint=_HINT)
-    mask = named.get("attention_mask")
+    if watched is not None and length < belongs.prompt_tokens:
+        _require_same_model(watched, belongs)
+    belongs.require(length, length + count, ids)
+    mask = given.get("attention_mask")
     if mask is not None and not _all_ones(mask, length + count):
         raise UsageError("the model was given a mask that is not of ones for every token of the loaded cache", hint=_HINT)
-    positions = named.get("position_ids")
+    positions = given.get("position_ids")
     if positions is not None and not bool((positions == torch.arange(length, length + count, device=positions.device)).all()):
         raise UsageError("the model was given other positions than those the cache was loaded for", hint=_HINT)
+    belongs.went_on(length, ids)
+
+
+def _require_same_model(watched: Watched, belongs: Mark) -> None:
+    try:
+        if watched.state() == belongs.model:
+            return
+        what = "its weights, adapters, hooks or settings are others"
+    except KvcdnError as error:
+        what = str(error)
+    raise UsageError(
+        f"the model was changed after the cache was prepared: {what}", hint="prepare again, with the model as it is now"
+    )
+
+
+def _preparing(model: PreTrainedModel, own: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The model's own preparation of a pass, once the whole sequence was compared with what its cache has read."""
+
+    @wraps(getattr(type(model), _PREPARES))
+    def prepare(self: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **named: Any) -> Any:
+        cache, belongs = _marked(named)
+        taken = named.get("next_sequence_length")
+        if cache is not None and belongs is not None and taken is not None:
+            length = cache.get_seq_length()
+            # Other ids are the end of a sequence alone, and seen by the hook.
+            if length + taken == input_ids.shape[1]:
+                belongs.require(0, length if input_ids.shape[0] == 1 else min(length, belongs.prompt_tokens), input_ids)
+        if own is not None:
+            return own(input_ids, *args, **named)
+        return getattr(type(self), _PREPARES)(self, input_ids, *args, **named)
+
+    return prepare
+
+
+def _marked(given: dict[str, Any]) -> tuple[Any, Mark | None]:
+    cache = given.get("cache") if given.get("cache") is not None else given.get("past_key_values")
+    return cache, getattr(cache, _MARK, None)
 
 
 def _all_ones(mask: Any, tokens: int) -> bool:

@@ -17,7 +17,6 @@ import torch
 from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.batch import Row, run_batch
 from kvcdn.client.generation import Generation
-from kvcdn.client.guard import mark
 from kvcdn.client.report import Refining, Report
 from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.digest import Digest
@@ -116,8 +115,7 @@ class Prefix:
         generation = Generation(self._client.model, self._client.tokenizer, self._client.encode(prompt), {})
         report, cache = self._session(generation.prompt, started)
         if cache is not None:
-            mark(cache, generation.prompt.token_ids)
-            self._client.guard()
+            self._client.guard(cache, generation.prompt)
         return generation.inputs(cache, report)
 
     def _question(self, question: str) -> Prompt:

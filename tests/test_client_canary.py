@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from pathlib import Path
@@ -13,12 +14,13 @@ from kvcdn import layout
 from kvcdn.block import open_header, seal_block
 from kvcdn.client import Client, MissReason
 from kvcdn.client.transport import StoreSource
-from kvcdn.errors import MismatchError
+from kvcdn.errors import MismatchError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.load import bind_model
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
 from kvcdn.model.recompute import Span, compare_span
 from kvcdn.model.tokens import Prompt
+from kvcdn.model.weights import sample_weights
 from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey
 from kvcdn.stores.memory import MemoryStore
@@ -85,7 +87,47 @@ def other_dtype(model):
     model.half()
 
 
+def a_hook(model):
+    """As for steering: something is added to what a layer hands on."""
+    torch.manual_seed(6)
+    push = torch.randn(model.config.hidden_size, dtype=model.dtype)
+    model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: output + push)
+
+
+def a_hook_before(model):
+    model.model.layers[1].register_forward_pre_hook(lambda _module, inputs: (inputs[0] * -1, *inputs[1:]))
+
+
+def another_forward(model):
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: forward(states) + states
+
+
+def a_layer_less(model):
+    model.model.layers = model.model.layers[:-1]
+
+
+def layers_in_another_order(model):
+    model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
+
+
+def rope_scaled(model):
+    model.model.rotary_emb.attention_scaling = 1.2
+
+
+def another_epsilon(model):
+    model.model.layers[0].input_layernorm.variance_epsilon = 1.0
+
+
 MODEL_FAULTS = {
+    "a hook": a_hook,
+    "a hook before a layer": a_hook_before,
+    "another forward": another_forward,
+    "a layer less": a_layer_less,
+    "layers in another order": layers_in_another_order,
+    "a scale of rope": rope_scaled,
+    "another epsilon": another_epsilon,
     "one layer's weights off by 5 %": perturbed,
     "one layer's weights 5 % larger": scaled,
     "another rope base": other_rope,
@@ -111,6 +153,96 @@ def test_a_model_that_is_not_what_its_files_say_gets_no_cache(published, fault, 
     assert tuple(alone[0, ids.shape[1] :].tolist()) == answer.token_ids == again.token_ids
     # The second time nothing is loaded at all.
     assert (0, MissReason.UNTRUSTED) == (again.report.tokens_reused, again.report.reason)
+
+
+@pytest.fixture
+def changeable(published):
+    """A copy of the model, and a client that has used a cache with it."""
+    model = copy.deepcopy(published.loaded.model)
+    with Client(model, published.loaded.tokenizer, StoreSource(published.store), trust=published.trust, mode="fetch") as client:
+        assert TOKENS == client.generate(asked(published), **GREEDY).report.tokens_reused
+        yield model, client
+
+
+@contextlib.contextmanager
+def training(model):
+    yield model.train()
+
+
+@contextlib.contextmanager
+def another_window(model):
+    model.config.attention_chunk_size = 8
+    yield
+
+
+@contextlib.contextmanager
+def another_rope_in_the_configuration(model):
+    model.config.rope_parameters["rope_theta"] = 5e5
+    yield
+
+
+@contextlib.contextmanager
+def more_tokens(model):
+    yield model.resize_token_embeddings(2000)
+
+
+@contextlib.contextmanager
+def autocast(_model):
+    with torch.autocast("cpu", torch.float16):
+        yield
+
+
+SETTINGS = {
+    "training": (training, "training mode"),
+    "another window": (another_window, "attention_chunk_size = 8, it was bound with None"),
+    "another rope": (another_rope_in_the_configuration, "rope_theta"),
+    "more tokens": (more_tokens, "vocab_size = 2000"),
+    "autocast": (autocast, "autocast has a model of torch.bfloat16 compute in torch.float16"),
+}
+
+
+@pytest.mark.parametrize("change", SETTINGS)
+def test_a_model_that_was_set_otherwise_gets_no_cache(published, changeable, change):
+    """Each is named, and the model answers by itself; a prefix in memory and a prepared cache are no way around it."""
+    model, client = changeable
+    change, named = SETTINGS[change]
+    prompt, ids = asked(published), torch.tensor([asked(published).token_ids])
+    prefix, prepared = client.prefix(Prompt(published.token_ids)), client.prepare(prompt)
+    with change(model):
+        answer = client.generate(prompt, **GREEDY)
+        assert (0, MissReason.UNSUPPORTED_MODEL) == (answer.report.tokens_reused, answer.report.reason)
+        assert named in answer.report.detail
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+        assert tuple(alone[0, ids.shape[1] :].tolist()) == answer.token_ids
+        answer = prefix.generate(prompt, **GREEDY)
+        assert (0, MissReason.UNSUPPORTED_MODEL) == (answer.report.tokens_reused, answer.report.reason)
+        with pytest.raises(UsageError, match="the model was changed after the cache was prepared"):
+            model.generate(**prepared.inputs(), **GREEDY)
+
+
+@pytest.mark.parametrize("fault", ["a hook", "another forward", "one layer's weights 5 % larger", "a scale of rope"])
+def test_a_prepared_cache_is_not_used_with_a_model_that_was_changed_since(published, changeable, fault):
+    """What was right when it was prepared would be wrong now."""
+    model, client = changeable
+    prepared = client.prepare(asked(published))
+    MODEL_FAULTS[fault](model)
+    with pytest.raises(UsageError, match="the model was changed after the cache was prepared: its weights"):
+        model.generate(**prepared.inputs(), **GREEDY)
+
+
+def test_hooks_of_libraries_are_no_change(published, changeable):
+    """Outputs that the library captures, and compiling, compute what the model does."""
+    model, client = changeable
+    state = sample_weights(model)
+    ids = torch.tensor([published.token_ids[:8]])
+    model(input_ids=ids, output_hidden_states=True)
+    model.compile(backend="eager")
+    assert state == sample_weights(model)
+    handle = model.register_forward_hook(lambda *_: None)
+    assert state != sample_weights(model)
+    handle.remove()
+    assert state == sample_weights(model)
+    assert TOKENS == client.generate(asked(published), **GREEDY).report.tokens_reused
 
 
 def swapped(_block, tensors):

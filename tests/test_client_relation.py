@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,6 +50,17 @@ def other_ids_before(inputs):
     inputs["attention_mask"] = inputs["attention_mask"][:, 1:]
 
 
+def an_early_token(inputs):
+    """Which the library leaves out without a look, as the cache is there for it."""
+    inputs["input_ids"] = inputs["input_ids"].clone()
+    inputs["input_ids"][0, 5] += 1
+
+
+def an_early_token_in_chunks(inputs):
+    an_early_token(inputs)
+    inputs["prefill_chunk_size"] = 2
+
+
 def a_hole(inputs):
     inputs["attention_mask"][0, 40] = 0
 
@@ -73,7 +89,8 @@ def embeddings(inputs):
 
 
 WRONG = [
-    other_ids, other_ids_before, a_hole, left_padding, shifted_positions, a_shorter_prompt, embeddings,
+    other_ids, other_ids_before, an_early_token, an_early_token_in_chunks, a_hole,
+    left_padding, shifted_positions, a_shorter_prompt, embeddings,
 ]  # fmt: skip
 
 
@@ -98,6 +115,102 @@ def test_so_is_forward(published, change):
             inputs["position_ids"] += TOKENS
         with pytest.raises(UsageError):
             published.loaded.model(**inputs)
+
+
+def two_rows(inputs):
+    for name in ("input_ids", "attention_mask"):
+        inputs[name] = inputs[name].repeat(2, 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v32", "qwen3_next"])
+def test_several_rows_beside_a_cache_of_one_are_refused(tmp_path, kind):
+    """Only the first would be kept. With as many copies of the cache they are right."""
+    published = publish_text(tiny_checkpoint(tmp_path, kind, dtype=torch.float32), tokens=TOKENS)
+    model, error = published.loaded.model, RuntimeError if kind == "qwen3_next" else UsageError
+    with published.client() as client:
+        for more in ({"num_return_sequences": 3, "do_sample": True}, {"num_beams": 2}):
+            with pytest.raises(error):
+                model.generate(**client.prepare(asked(published)).inputs(), **{**GREEDY, **more})
+        inputs = client.prepare(asked(published)).inputs()
+        two_rows(inputs)
+        with pytest.raises(error):
+            model.generate(**inputs, **GREEDY)
+        prepared = client.prepare(asked(published))
+        one = model.generate(**prepared.inputs(), **GREEDY)[0].tolist()
+        prepared = client.prepare(asked(published))
+        prepared.cache.batch_repeat_interleave(2)
+        inputs = prepared.inputs()
+        two_rows(inputs)
+        assert [one, one] == model.generate(**inputs, **GREEDY).tolist()
+
+
+def test_a_cache_that_has_read_on_remembers_what(published):
+    """Continuing behind an answer is right with this answer, and refused with another in its place; so is using it twice."""
+    model, more = published.loaded.model, torch.tensor([[5, 6, 7]])
+    with published.client() as client:
+        inputs = client.prepare(asked(published)).inputs()
+        ids = torch.cat([model.generate(**inputs, **GREEDY), more], 1)
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+        went_on = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        assert alone.tolist() == model.generate(**went_on, **GREEDY).tolist()
+        inputs = client.prepare(asked(published)).inputs()
+        ids = torch.cat([model.generate(**inputs, **GREEDY), more], 1)
+        ids[0, -6] += 1
+        went_on = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with pytest.raises(UsageError, match="other tokens"):
+            model.generate(**went_on, **GREEDY)
+        inputs = client.prepare(asked(published)).inputs()
+        model.generate(**inputs, **GREEDY)
+        with pytest.raises(UsageError, match="the model was given other"):
+            model.generate(**inputs, **GREEDY)
+
+
+def test_a_cache_by_its_place_is_watched_too(published):
+    """forward() takes its arguments in order."""
+    body = published.loaded.model.model
+    names = list(inspect.signature(body.forward).parameters)
+    with published.client() as client:
+        prepared = client.prepare(asked(published))
+        ids = prepared.input_ids[:, TOKENS:] + 1
+        given = {"input_ids": ids, cache_argument(body.forward): prepared.cache}
+        with pytest.raises(UsageError, match="other tokens"):
+            body(*[given.get(name) for name in names[: names.index(cache_argument(body.forward)) + 1]])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v32", "qwen3_next"])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["copied", "pickled"])
+def test_a_copy_of_a_prepared_cache_is_one(tmp_path, kind, way):
+    """Each goes on by itself, and each is watched."""
+    published = publish_text(tiny_checkpoint(tmp_path, kind, dtype=torch.float32), tokens=TOKENS)
+    model = published.loaded.model
+    with published.client() as client:
+        prepared = client.prepare(asked(published))
+        other = replace(prepared, cache=way(prepared.cache))
+        first = model.generate(**prepared.inputs(), **GREEDY)
+        assert first.tolist() == model.generate(**other.inputs(), **GREEDY).tolist()
+        other = replace(prepared, cache=way(client.prepare(asked(published)).cache))
+        inputs = other.inputs()
+        an_early_token(inputs)
+        with pytest.raises(UsageError, match="other tokens"):
+            model.generate(**inputs, **GREEDY)
+
+
+def test_a_copied_model_has_a_guard_of_its_own(published):
+    """What is put around a model's method is not bound to another model."""
+    with published.client() as client:
+        client.prepare(asked(published))
+        twin = copy.deepcopy(published.loaded.model)
+    assert twin is twin.prepare_inputs_for_generation.__self__
+    assert "prepare_inputs_for_generation" not in vars(published.loaded.model)
+
+
+def test_a_window_is_not_cut_back_behind_what_was_loaded(tmp_path):
+    """It says so, and the shorter prefix can be loaded."""
+    published = publish_text(tiny_checkpoint(tmp_path, "gemma3_text", dtype=torch.float32), tokens=TOKENS)
+    with published.client() as client:
+        prepared = client.prepare(asked(published))
+        with pytest.raises(UsageError, match="cannot be cut back to 48"):
+            prepared.cache.crop(-100)
 
 
 def test_right_inputs_pass_in_each_form(published):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvcdn.errors import UnsupportedModelError
+from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.layout import LayerSpec, Layout, TensorSpec
 from kvcdn.model.cache import build_cache, cache_argument, make_layer, output_cache
 from kvcdn.model.layers import GROWTH_TOKENS, EmptyLayer, IndexedLayer, TokenMajorLayer, WindowLayer
@@ -156,7 +156,7 @@ def test_a_window_layer_is_cut_back_as_far_as_its_rows_reach():
     layer.update(*states(20))
     assert 14 == layer.first
     assert layer.storage[0].shape[0] <= 4 + 20 + GROWTH_TOKENS
-    with pytest.raises(RuntimeError, match="from 14 on"):
+    with pytest.raises(UsageError, match="from 14 on"):
         layer.crop(-21)
 
 

@@ -22,7 +22,7 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvcdn.errors import MismatchError
+from kvcdn.errors import MismatchError, UsageError
 from kvcdn.layout import LayerSpec
 from kvcdn.model.memory import empty_tensors
 
@@ -47,6 +47,15 @@ def require_dtype(held: Sequence[torch.Tensor], computed: Sequence[torch.Tensor]
             raise MismatchError(
                 f"the model computes {states.dtype}, its cache holds {tensor.dtype}: it was changed after loading"
             )
+
+
+def require_one_row(states: torch.Tensor) -> None:
+    """Raises UsageError for states of several rows, for a cache of one: only the first would be kept."""
+    if states.shape[0] != 1:
+        raise UsageError(
+            f"the model was given {states.shape[0]} rows beside a cache of one",
+            hint=f"cache.batch_repeat_interleave({states.shape[0]}) makes it a cache of as many",
+        )
 
 
 class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is untyped here
@@ -137,6 +146,7 @@ class TokenMajorLayer(DynamicLayer):  # type: ignore[misc] # transformers is unt
         self.settle()
         if not self._owns_views():
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        require_one_row(key_states)
         length = self.get_seq_length()
         end = length + key_states.shape[-2]
         self._singles = self._singles + 1 if end - length == 1 else 0
@@ -217,6 +227,16 @@ class WindowLayer(TokenMajorLayer, DynamicSlidingWindowLayer):  # type: ignore[m
     def _first_needed(self, length: int) -> int:
         return self._spec.first_needed(length)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """As of other layers. Raises UsageError where what a token there reads was not loaded, or is gone."""
+        length = max(self.cumulative_length + tokens_to_remove, 0)
+        if self._owns_views() and tokens_to_remove < 0 and self._first_needed(length) < self.first:
+            raise UsageError(
+                f"a cache layer with a window holds tokens from {self.first} on, and cannot be cut back to {length}",
+                hint="load or compute the shorter prefix",
+            )
+        super().crop(tokens_to_remove)
+
     def _first_kept(self, length: int) -> int:
         return self.first if self._records_past() else self._first_needed(length)
 
@@ -259,6 +279,7 @@ class IndexedLayer(TokenMajorLayer, LibraryIndexedLayer):  # type: ignore[misc] 
         self.settle()
         if not self._owns_views():
             return super().update_indexer(indexer_key_states)  # type: ignore[no-any-return]
+        require_one_row(indexer_key_states)
         length = self.indexer_keys.shape[1]
         end = length + indexer_key_states.shape[1]
         if self._borrowed or end > self.storage[0].shape[0]:

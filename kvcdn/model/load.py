@@ -10,7 +10,14 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError, KvcdnError, UnsupportedModelError, UsageError
@@ -25,6 +32,9 @@ from kvcdn.producer import MAX_TEXT, Producer
 
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, StrictDataclassError)
 """What transformers raises for files it cannot make a model or a tokenizer of."""
+
+
+_TRAINING, _EVAL = "the model is in training mode, where dropout makes its cache random", "call model.eval() first"
 
 
 @dataclass(frozen=True)
@@ -45,17 +55,32 @@ class LoadedModel:
     identity: ModelIdentity
     _files: _Files = field(repr=False)
     _adapters: AdapterState = field(repr=False)
+    _config: Mapping[str, Any] = field(repr=False)
 
     def current(self) -> LoadedModel:
         """The same model with the identity that the adapters it applies now give it; ask before every prompt.
 
-        Raises UnsupportedModelError for adapters whose files are not known, or are not what is in memory.
+        Raises UnsupportedModelError for adapters whose files are not known, or are not what is in memory, and for a model that
+        was set to compute otherwise: another configuration, training, autocast to another dtype.
         """
+        self._require_same_settings()
         state = adapter_state(self.model)
         if state == self._adapters:
             return self
         identity = replace(self.identity, fingerprint=_bound_fingerprint(self.model, state, self._files))
         return replace(self, identity=identity, _adapters=state)
+
+    def _require_same_settings(self) -> None:
+        model, place = self.model, self.model.device.type
+        if model.training:
+            raise UnsupportedModelError(_TRAINING, hint=_EVAL)
+        _require_equal(_told(model.config), self._config, "it was bound with")
+        if torch.amp.is_autocast_available(place) and torch.is_autocast_enabled(place):
+            dtype = torch.get_autocast_dtype(place)
+            if dtype != model.dtype:
+                raise UnsupportedModelError(
+                    f"autocast has a model of {model.dtype} compute in {dtype}, and its cache is another"
+                )
 
     @property
     def producer(self) -> Producer:
@@ -122,7 +147,7 @@ def bind_model(
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{_method(model)} is not supported: of peft only LoRA is")
     if model.training:
-        raise UsageError("the model is in training mode, where dropout makes its cache random", hint="call model.eval() first")
+        raise UsageError(_TRAINING, hint=_EVAL)
     if checkpoint is None:
         checkpoint = str(model.config._name_or_path)  # noqa: SLF001 - the only record of where it came from
     if isinstance(checkpoint, str):
@@ -131,7 +156,7 @@ def bind_model(
     files = _Files(fingerprint_checkpoint(checkpoint.folder), checkpoint.folder, dict(adapters or {}))
     state = adapter_state(model)
     identity = ModelIdentity(_bound_fingerprint(model, state, files), probe_layout(model), checkpoint.name)
-    return LoadedModel(model, tokenizer, identity, files, state)
+    return LoadedModel(model, tokenizer, identity, files, state, _told(model.config))
 
 
 def _bound_fingerprint(model: PreTrainedModel, state: AdapterState, files: _Files) -> Digest:
@@ -150,11 +175,19 @@ def _require_same_config(model: PreTrainedModel, folder: Path) -> None:
         stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except LOAD_ERRORS as error:
         raise CorruptError(f"{folder / 'config.json'} cannot be read: {_first_line(error)}") from None
-    is_, should = (flat_config(relevant_config(config.to_dict())) for config in (model.config, stored))
-    for key in sorted(is_.keys() | should.keys()):
+    _require_equal(_told(model.config), _told(stored), "its checkpoint says")
+
+
+def _told(config: PretrainedConfig) -> dict[str, Any]:
+    """What of a configuration may decide the KV."""
+    return flat_config(relevant_config(config.to_dict()))
+
+
+def _require_equal(is_: Mapping[str, Any], should: Mapping[str, Any], who: str) -> None:
+    for key in sorted(is_.keys() | should.keys()) if is_ != should else ():
         if is_.get(key) != should.get(key):
             raise UnsupportedModelError(
-                f"the model in memory has {key} = {is_.get(key)!r}, its checkpoint says {should.get(key)!r}",
+                f"the model in memory has {key} = {is_.get(key)!r}, {who} {should.get(key)!r}",
                 hint="load the model without overrides, or save it as a checkpoint of its own",
             )
 

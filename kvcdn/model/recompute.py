@@ -161,6 +161,9 @@ def _recompute(loaded: LoadedModel, layers: Sequence[Any], token_ids: Sequence[i
     ids = torch.tensor([list(token_ids[span.start : span.end])], dtype=torch.long, device=model.device)
     with torch.inference_mode():
         body(input_ids=ids, use_cache=True, **beside(body.forward, cache, ids))
+    for index, probe in enumerate(probes):
+        if isinstance(probe, _Probe) and not probe.rows():
+            raise MismatchError(f"the model computes nothing for layer {index}")
     return probes
 
 
@@ -216,7 +219,8 @@ class _IndexedProbe(_Probe, LibraryIndexedLayer):  # type: ignore[misc] # transf
 
     def rows(self) -> list[torch.Tensor]:
         """As of other layers, indexer keys included."""
-        return [*super().rows(), self._indexer[0].unsqueeze(1)]
+        rows = super().rows()
+        return [*rows, self._indexer[0].unsqueeze(1)] if rows else []
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         require_dtype(self._before[2:], (indexer_key_states,))

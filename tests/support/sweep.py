@@ -34,6 +34,7 @@ from kvcdn.errors import UnsupportedModelError
 from kvcdn.model.tokens import Prompt
 from support import tiny
 from support.published import Published, publish_text
+from support.special import SPECIAL
 from support.stock import continued, stock_cache
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +104,7 @@ def small_config(model_type: str) -> Any:
     if isinstance(fields.get("text_config"), Mapping):
         inner = {name: value for name, value in SIZES.items() if name in fields["text_config"]}
         settings["text_config"] = {**inner, "model_type": fields["text_config"].get("model_type"), "vocab_size": 800}
-    return make(**settings)
+    return make(**{**settings, **SPECIAL.get(model_type, {})})
 
 
 def checkpoint_of(model_type: str, folder: Path) -> Path:
