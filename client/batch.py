@@ -1,8 +1,10 @@
 """Batches: several prompts in one run of the model, each beside a cache of its own, aligned at their ends.
 
 Rows of a batch are padded on the left, so row i begins at pad_i. Keys carry their positions in them and not their places, so
-a loaded cache may be put anywhere in its row; the mask hides what is before it, and positions are counted from the mask. What
-is common to all rows is the place up to which every row is loaded: a row that is loaded further reads the rest again.
+a loaded cache may be put anywhere in its row; the mask hides what is before it, and positions are counted from the mask. All
+rows go on from one place. Of full attention that is the place up to which every row is loaded, and a row that is loaded further
+reads the rest again. A window or a state has only what belongs to its own end: there all rows go on from the place of the one
+that is loaded furthest, and what others lack before it, each computes by itself.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from transformers import DynamicCache
 from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.generation import Generation
 from kvcdn.client.report import Report
+from kvcdn.client.rest import completed
 from kvcdn.errors import UsageError
+from kvcdn.layout import LayerSpec
 from kvcdn.model.cache import cache_argument
-from kvcdn.model.states import WithStates
+from kvcdn.model.states import join_states
 from kvcdn.model.tokens import Prompt
 
 if TYPE_CHECKING:
@@ -39,32 +43,29 @@ class Row:
 
     @property
     def cached(self) -> int:
-        return 0 if self.cache is None else self.cache.get_seq_length()
+        if self.cache is None:
+            return 0
+        told = not all(self.cache.is_linear)
+        return self.cache.get_seq_length() if told else self.report.tokens_reused + self.report.tokens_computed
 
 
 def run_batch(client: Client, rows: Sequence[Row], started: float, options: Mapping[str, Any]) -> list[Answer]:
-    """An answer for each of `rows`, in order. Raises UsageError for no rows, beams, and caches that cannot be moved."""
+    """An answer for each of `rows`, in order. Raises UsageError for no rows, and for beams."""
     if not rows:
         raise UsageError("a batch has at least one prompt")
     generation = Generation(client.model, client.tokenizer, rows[0].prompt, options)
     if generation.copies > 1:
         raise UsageError("a batch has one sequence a prompt", hint="ask for several sequences of one prompt")
-    if any(isinstance(layer, WithStates) for row in rows if row.cache is not None for layer in row.cache.layers):
-        raise UsageError(
-            f"the cache of {client.model.config.model_type} has layers with states, which padding would change",
-            hint="ask one after the other",
-        )
     length = max(len(row.prompt.token_ids) for row in rows)
     pads = [length - len(row.prompt.token_ids) for row in rows]
-    loaded_to = min(pad + row.cached for pad, row in zip(pads, rows, strict=True))
-    cache = _joined(client, rows, pads, loaded_to) if any(row.cached for row in rows) else None
-    if cache is None:
-        loaded_to = 0
+    place, cache = _joined(client, rows, pads, length)
     ids, mask = _padded(client, rows, length)
-    output = generation.run(Prepared(ids, mask, cache, rows[0].report, cache_argument(client.model.forward)))
+    # The library cannot ask a cache of states alone how many tokens it has seen, and would read all of them again.
+    left_out = place if cache is not None and all(cache.is_linear) else 0
+    output = generation.run(Prepared(ids, mask, cache, rows[0].report, cache_argument(client.model.forward), left_out))
     ended = time.perf_counter()
     for row, pad in zip(rows, pads, strict=True):
-        row.report.tokens_reused = min(row.report.tokens_reused, max(loaded_to - pad, 0))
+        row.report.tokens_reused = min(row.report.tokens_reused, max(place - pad, 0))
         row.report.tokens_kept = min(row.report.tokens_kept, row.report.tokens_reused)
         row.report.seconds["first_token"], row.report.seconds["total"] = generation.first_token_at - started, ended - started
     return generation.answers(output[:, length:], [row.report for row in rows])
@@ -80,35 +81,52 @@ def _padded(client: Client, rows: Sequence[Row], length: int) -> tuple[torch.Ten
     return ids.to(client.model.device), mask.to(client.model.device)
 
 
-def _joined(client: Client, rows: Sequence[Row], pads: Sequence[int], loaded_to: int) -> Cache | None:
-    """The library's own cache of `loaded_to` places for every row; None where a row has nothing that is loaded so far."""
-    layout = client.current().identity.layout
-    kinds = {spec.kind for spec in layout.layers} - {"kv"}
-    if kinds:
-        raise UsageError(
-            f"the cache of {client.model.config.model_type} has layers of the kind {min(kinds)}, which padding would misplace",
-            hint="ask one after the other",
-        )
-    if loaded_to <= 0:
-        return None
+def _joined(client: Client, rows: Sequence[Row], pads: Sequence[int], length: int) -> tuple[int, Cache | None]:
+    """The place from which all rows go on, and the library's own cache of what is before it; 0 and None where nothing is."""
+    if not any(row.cached for row in rows):
+        return 0, None
+    loaded = client.current()
+    specs = loaded.identity.layout.layers
+    if all(spec.kind in ("kv", "indexed") and not spec.states for spec in specs):
+        place = min(pad + row.cached for pad, row in zip(pads, rows, strict=True))
+        by_row = [[] if row.cache is None else list(row.cache.layers) for row in rows]
+        for layer in (layer for layers in by_row for layer in layers):
+            layer.settle()
+    else:
+        place = max(*(pad + row.cached for pad, row in zip(pads, rows, strict=True)), max(pads) + 1)
+        if place >= length:
+            return 0, None  # a row has a single token, which is read with the others
+        by_row = [
+            completed(loaded, row.cache, row.prompt.token_ids, place - pad, row.cached)
+            for pad, row in zip(pads, rows, strict=True)
+        ]
+    if not any(place > pad for pad in pads):
+        return 0, None
     cache = DynamicCache(config=client.model.config)
-    for index, target in enumerate(cache.layers):
-        tensors = []
-        for tensor in range(2):
-            spec = layout.layers[index].tensors[tensor]
-            joined: torch.Tensor | None = None
-            for number, (row, pad) in enumerate(zip(rows, pads, strict=True)):
-                if row.cache is None or loaded_to <= pad:
-                    continue
-                layer = row.cache.layers[index]
-                layer.settle()
-                loaded = layer.rows(0, loaded_to - pad)[tensor]
-                if joined is None:
-                    joined = loaded.new_zeros((len(rows), spec.heads, loaded_to, spec.dim))
-                joined[number, :, pad:] = loaded.transpose(0, 1)
-            if joined is None:
-                return None
-            tensors.append(joined)
-        target.lazy_initialization(*tensors)
-        target.keys, target.values = tensors
-    return cache
+    for index, (target, spec) in enumerate(zip(cache.layers, specs, strict=True)):
+        held = [layers[index] if layers else None for layers in by_row]
+        if spec.tensors:
+            _join_rows(target, spec, held, pads, place)
+        if spec.states:
+            join_states(target, held)
+    return place, cache
+
+
+def _join_rows(target: Any, spec: LayerSpec, held: Sequence[Any], pads: Sequence[int], place: int) -> None:
+    """Fills a layer of the library's with the tokens of each of `held` before `place`, each behind its padding."""
+    first = spec.first_needed(place)
+    joined: list[torch.Tensor] = []
+    for number, (layer, pad) in enumerate(zip(held, pads, strict=True)):
+        if layer is None or place <= pad:
+            continue
+        begin = max(first, pad)
+        for index, rows in enumerate(layer.rows(begin - pad, place - pad)):
+            if index == len(joined):
+                joined.append(rows.new_zeros((len(held), rows.shape[1], place - first, rows.shape[2])))
+            joined[index][number, :, begin - first :] = rows.transpose(0, 1)
+    target.lazy_initialization(*joined[:2])
+    target.keys, target.values = joined[:2]
+    if spec.kind == "window":
+        target.cumulative_length = place
+    if spec.kind == "indexed":
+        target.indexer_keys, target.is_indexer_initialized = joined[2][:, 0], True

@@ -24,6 +24,7 @@ from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.attempt import Attempt
 from kvcdn.client.batch import Row, run_batch
 from kvcdn.client.conversation import Conversation
+from kvcdn.client.difference import common_length
 from kvcdn.client.explain import Explainer
 from kvcdn.client.explanation import Explanation
 from kvcdn.client.gate import Gate
@@ -31,7 +32,7 @@ from kvcdn.client.generation import Generation
 from kvcdn.client.guard import Guard, mark
 from kvcdn.client.local import LocalPrefixes
 from kvcdn.client.plan import Aim, Prices
-from kvcdn.client.prefix import ModelState, Prefix, common_length
+from kvcdn.client.prefix import ModelState, Prefix
 from kvcdn.client.race import StoppedError
 from kvcdn.client.refine import Refiner
 from kvcdn.client.report import Report

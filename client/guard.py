@@ -9,7 +9,7 @@ library takes only the end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -25,6 +25,9 @@ from kvcdn.model.states import StateLayer
 
 _MARK = "_kvcdn_prompt"
 _PREPARES = "prepare_inputs_for_generation"
+_OF_TOKENS = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "labels"})
+"""Tensors that are looked at one by one, or say nothing of the prompt."""
+
 _HINT = "pass prepared.inputs() to generate() as they are, once"
 
 
@@ -94,6 +97,7 @@ def _check_pass(body: torch.nn.Module, positional: tuple[Any, ...], named: dict[
     cache, belongs = _marked(given)
     if cache is None or belongs is None:
         return
+    _require_only_tokens(given)
     ids = given.get("input_ids")
     if ids is None:
         raise UsageError("a loaded cache belongs to tokens, and the model was given embeddings beside it", hint=_HINT)
@@ -108,6 +112,13 @@ def _check_pass(body: torch.nn.Module, positional: tuple[Any, ...], named: dict[
     if positions is not None and not bool((positions == torch.arange(length, length + count, device=positions.device)).all()):
         raise UsageError("the model was given other positions than those the cache was loaded for", hint=_HINT)
     belongs.went_on(length, ids)
+
+
+def _require_only_tokens(given: Mapping[str, Any]) -> None:
+    """Raises UsageError for images, sounds and whatever else a cache's name says nothing of; types of tokens may be 0."""
+    for name, value in given.items():
+        if name not in _OF_TOKENS and isinstance(value, torch.Tensor) and bool(value.any() if "type_ids" in name else True):
+            raise UsageError(f"a loaded cache belongs to tokens, and the model was given {name} beside it", hint=_HINT)
 
 
 def _require_same_model(watched: Watched, belongs: Mark) -> None:

@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-
 from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.batch import Row, run_batch
+from kvcdn.client.difference import common_length
 from kvcdn.client.generation import Generation
 from kvcdn.client.report import Refining, Report
+from kvcdn.client.rest import completed, reaches
 from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.digest import Digest
 from kvcdn.errors import KvcdnError, MismatchError, UnsupportedModelError, UsageError
-from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer, beside, build_cache, make_layer
+from kvcdn.model.cache import CacheLayer, build_cache
 from kvcdn.model.tokens import Prompt
 from kvcdn.model.weights import sample_weights
 
@@ -184,35 +184,3 @@ class ModelState:
     @classmethod
     def of(cls, loaded: LoadedModel) -> Self:
         return cls(loaded.identity.fingerprint, sample_weights(loaded.model))
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading tokens two sequences share."""
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return index
-    return min(len(one), len(other))
-
-
-def reaches(loaded: LoadedModel, layers: Sequence[CacheLayer], length: int) -> bool:
-    """Whether `layers` hold all rows that a token behind the first `length` reads; of states nobody knows."""
-    specs = loaded.identity.layout.layers
-    if loaded.identity.layout.state_bytes:
-        return False
-    return all(layer.first <= spec.first_needed(length) for layer, spec in zip(layers, specs, strict=True))
-
-
-def completed(loaded: LoadedModel, cache: Cache | None, token_ids: Sequence[int], tokens: int) -> list[CacheLayer]:
-    """The layers of `cache`, or new ones, with the rest of the first `tokens` tokens computed behind what they hold."""
-    model, layout = loaded.model, loaded.identity.layout
-    if cache is None:
-        capacity = len(token_ids) + GROWTH_TOKENS
-        cache = build_cache(model, [make_layer(spec, capacity, 0, model.device) for spec in layout.layers])
-    body = getattr(model, model.base_model_prefix, model)
-    with torch.inference_mode():
-        while tokens and (start := cache.get_seq_length()) < tokens:
-            end = min(start - start % layout.block_tokens + layout.block_tokens, tokens)
-            ids = torch.tensor([list(token_ids[start:end])], dtype=torch.long, device=model.device)
-            body(input_ids=ids, use_cache=True, **beside(body.forward, cache, ids))
-    layers: list[CacheLayer] = list(cache.layers)
-    return layers

@@ -6,7 +6,7 @@ one token only, and a block takes a copy of them where it ends at a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -62,7 +62,7 @@ class _States(LibraryStateLayer):  # type: ignore[misc] # transformers is untype
             held, index = self._held(state.name)
             if held[index] is None:
                 held[index] = torch.empty((1, *state.dims), dtype=TORCH_DTYPES[state.dtype], device=self.home)
-                self._declare_state(state.name[0], index, held[index])
+                declare_state(self, state.name, held[index])
             places.append(held[index].squeeze(0))
         return places
 
@@ -100,15 +100,27 @@ class _States(LibraryStateLayer):  # type: ignore[misc] # transformers is untype
     def _held(self, name: str) -> tuple[dict[int, Any], int]:
         return (self._conv_states if name[0] == "c" else self._recurrent_states), int(name[1:])
 
-    def _declare_state(self, kind: str, index: int, tensor: torch.Tensor) -> None:
-        """Says to the library's code what it would say to itself after a pass."""
-        if kind == "r":
-            self.is_recurrent_states_initialized[index] = True
-            return
-        self.is_conv_states_initialized[index] = True
-        self.has_previous_state[index] = True
-        self.conv_kernel_size[index] = tensor.shape[-1]
-        self.dtype, self.device = tensor.dtype, tensor.device
+
+def declare_state(layer: Any, name: str, tensor: torch.Tensor) -> None:
+    """Says to the library's code in `layer` what it says to itself after a pass that left the state `name`, [rows, ...]."""
+    index = int(name[1:])
+    if name[0] == "r":
+        layer.is_recurrent_states_initialized[index] = True
+        return
+    layer.is_conv_states_initialized[index] = True
+    layer.has_previous_state[index] = True
+    layer.conv_kernel_size[index] = tensor.shape[-1]
+    layer.dtype, layer.device = tensor.dtype, tensor.device
+
+
+def join_states(target: Any, layers: Sequence[Any]) -> None:
+    """Puts the states of `layers`, which have one row each, into a layer of the library's."""
+    for state in layers[0].spec.states:
+        held = "conv_states" if state.name[0] == "c" else "recurrent_states"
+        index = int(state.name[1:])
+        joined = torch.cat([getattr(layer, held)[index] for layer in layers])
+        getattr(target, held)[index] = joined
+        declare_state(target, state.name, joined)
 
 
 def _state_count(spec: LayerSpec) -> int:

@@ -230,14 +230,32 @@ def tiny_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def tiny_checkpoint(
-    folder: Path, kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **config: Any
+    folder: Path,
+    kind: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    strength: float = 1.0,
+    **config: Any,
 ) -> Path:
-    """Writes a checkpoint of the kind `kind` into `folder` and returns it. Equal arguments give equal weights."""
+    """Writes a checkpoint of the kind `kind` into `folder` and returns it. Equal arguments give equal weights.
+
+    Random weights as the library makes them hardly let one token see another: with a `strength` above 1 they do.
+    """
     tokenizer = tiny_tokenizer(folder)
     settings = {**_SMALL, **_EXTRA.get(kind, {}), "vocab_size": len(tokenizer), **config}
     for name in _NOT_SETTABLE.get(kind, ()):
         settings.pop(name)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(_ARCHITECTURE.get(kind, kind), **settings), dtype=dtype)
+    strengthen(model, strength)
     model.save_pretrained(folder)
     return folder
+
+
+def strengthen(model: Any, strength: float) -> None:
+    """Makes every matrix of `model` so many times larger."""
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() > 1 and tensor.is_floating_point():
+                tensor.mul_(strength)
