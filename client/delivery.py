@@ -147,8 +147,17 @@ class Delivery:
 
     # -- the way -----------------------------------------------------------------------------------------------------------
 
-    def step(self, scratch: bytearray, *, ranged: bool) -> None:
-        """Asks for the block, reads its header, or one layer; raises a KvcdnError. Does nothing once stopped."""
+    def step(self, scratch: bytearray, *, ranged: bool, turn_s: float = 0.0) -> None:
+        """Asks for the block, reads its header, or one layer; raises a KvcdnError. Does nothing once stopped.
+
+        With `turn_s` as many of these as begin within so many seconds.
+        """
+        ends = time.perf_counter() + turn_s
+        self._step(scratch, ranged=ranged)
+        while turn_s and not self._stopped and not self.arrived and time.perf_counter() < ends:
+            self._step(scratch, ranged=ranged)
+
+    def _step(self, scratch: bytearray, *, ranged: bool) -> None:
         if self._stopped:
             return
         self.steps += 1

@@ -57,6 +57,9 @@ FAILING_SECONDS = 0.05
 _OF_ALL = (UnavailableError, UntrustedError, QualityError)
 """Errors that the other blocks of the prefix would end in, too."""
 
+TURN_SECONDS = 0.005
+"""A thread stays with a whole block for so long: taking turns after each layer costs as much as a tenth of decoding it."""
+
 _LINK_BOUND_SHARE = 0.6
 """Threads that spend more of their time than this waiting for bytes leave the cores to the model."""
 
@@ -93,7 +96,10 @@ class PrefixFetch:
         self._watch = watch
         self._mendable = mendable
         self.beside = beside
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._layer_there, self._awaited = threading.Condition(self._lock), -1
+        """That the layer which somebody waits for is complete: nothing less wakes him."""
         self._settled = threading.Event()
         self._error: KvcdnError | None = None
         self._closed = False
@@ -206,25 +212,28 @@ class PrefixFetch:
 
     def wait_layer(self, layer: int) -> None:
         """Returns when `layer` is complete. Raises the error that ended the fetch, or what `watch` raises."""
-        for one in self.deliveries:
-            while not one.holds(layer):
-                if self._error is not None:
-                    raise self._error
-                self.pause()
-                if self._watch is not None and not one.holds(layer):
-                    self._watch()
+        while self._error is None and not self._holds(layer):
+            with self._lock:
+                self._awaited = layer
+                if not self._closed and self._error is None and not self._holds(layer):
+                    self._layer_there.wait(TICK_SECONDS)
+            if self._watch is not None and self._error is None and not self._holds(layer):
+                self._watch()
         if self._error is not None:
             raise self._error
+
+    def _holds(self, layer: int) -> bool:
+        return all(one.holds(layer) for one in self.deliveries)
+
+    def _tell(self) -> None:
+        """Wakes whom it concerns that something has changed; the lock is held."""
+        self._changed.notify_all()
+        if self._closed or self._error is not None or (self._awaited >= 0 and self._holds(self._awaited)):
+            self._layer_there.notify_all()
 
     def wait_until_settled(self, seconds: float) -> None:
         """Returns when everything is there, something went wrong, or after so long: nothing in between wakes the caller."""
         self._settled.wait(seconds)
-
-    def pause(self) -> None:
-        """Returns when something has changed, or after a tick."""
-        with self._changed:
-            if not self._closed:
-                self._changed.wait(TICK_SECONDS)
 
     def overlap_pays(self) -> bool:
         """Whether the model had better start: the threads are mostly waiting for the link.
@@ -258,9 +267,9 @@ class PrefixFetch:
 
     def close(self) -> None:
         """Stops what is still on its way. The layers must not be waited for afterwards."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._tell()
         for one in self.deliveries:
             one.stop()
         self._source.abort()
@@ -316,14 +325,19 @@ class PrefixFetch:
     # -- threads -----------------------------------------------------------------------------------------------------------
 
     def _queue(self, one: Delivery) -> None:
-        index, total = one.name.index, len(self.deliveries)
+        index = one.name.index
         if self.beside:
             rank = (-index, 0)
-        elif index < total - max(LEAST_LAYERED, math.ceil(LAYERED_SHARE * total)):
-            rank = (index - total, 0)
-        else:
+        elif self._comes_in_layers(one):
             rank = (one.steps, index)
+        else:
+            rank = (index - len(self.deliveries), 0)
         heapq.heappush(self._idle, (rank, one))
+
+    def _comes_in_layers(self, one: Delivery) -> bool:
+        """Whether a block is of those at the end that come layer by layer, where nobody computes."""
+        total = len(self.deliveries)
+        return one.name.index >= total - max(LEAST_LAYERED, math.ceil(LAYERED_SHARE * total))
 
     def _take(self) -> Delivery | None:
         """The next block to take a step with; None when nothing is left."""
@@ -344,7 +358,8 @@ class PrefixFetch:
         scratch = bytearray()
         while (one := self._take()) is not None:
             try:
-                one.step(scratch, ranged=self._ranged)
+                whole = self.beside or not self._comes_in_layers(one)
+                one.step(scratch, ranged=self._ranged, turn_s=TURN_SECONDS if whole else 0.0)
             except KvcdnError as error:
                 self._fail(one, error)
             except Exception as error:  # noqa: BLE001 - whatever it is, the model must not wait for this thread for ever
@@ -360,7 +375,7 @@ class PrefixFetch:
                         self._settled.set()
                 elif not one.stopped:
                     self._queue(one)
-                self._changed.notify_all()
+                self._tell()
             if one.stopped:
                 one.close()
         if self._closed:
@@ -379,4 +394,4 @@ class PrefixFetch:
         with self._changed:
             self._error = self._error or error
             self._settled.set()
-            self._changed.notify_all()
+            self._tell()

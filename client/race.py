@@ -170,7 +170,7 @@ class Race:
         while True:
             self._heed()
             settled = self._settled
-            if settled or decision.mode is Mode.BOTH or time.perf_counter() - self._decided >= TICK_SECONDS:
+            if settled or decision.mode is Mode.BOTH or self._is_due():
                 decision = self._decide()
             fetch = self.fetch
             if fetch is None or decision.mode is Mode.COMPUTE or fetch.complete:
@@ -187,6 +187,10 @@ class Race:
         self._finish()
         return True
 
+    def _is_due(self) -> bool:
+        """Whether it is time to decide anew; never where fetching was asked for."""
+        return self._aim.mode is not Mode.FETCH and time.perf_counter() - self._decided >= TICK_SECONDS
+
     @property
     def _settled(self) -> bool:
         """Whether there is nothing to wait for."""
@@ -200,7 +204,7 @@ class Race:
     def _watch(self) -> None:
         """Called while the model waits for a layer."""
         self._heed()
-        if time.perf_counter() - self._decided >= TICK_SECONDS and self._decide().mode is not Mode.FETCH:
+        if self._is_due() and self._decide().mode is not Mode.FETCH:
             raise ReplannedError("fetching alone is not the fastest way any more")
 
     def _fetch_beside(self, fetch: PrefixFetch) -> PrefixFetch:

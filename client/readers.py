@@ -8,6 +8,9 @@ from kvcdn.client.source import RANGE_BYTES
 from kvcdn.client.transfer import Identity, Transfer
 from kvcdn.errors import CorruptError
 
+STREAM_BYTES = 1 << 20
+"""Of a stream, received at once where so much has come: some four layers of a block, for each of which it would be a call."""
+
 
 class StreamReader:
     """One GET of a whole object; bytes are received into a buffer that is used again for every piece."""
@@ -17,15 +20,27 @@ class StreamReader:
         self._key = key
         self._transfer = Transfer(group, self._patience, key, Identity())
         self._buffer = bytearray()
+        self._begin = self._end = 0
+        """Where in the buffer what has come and was not read yet lies."""
 
     def read_exact(self, count: int, ahead: int = RANGE_BYTES) -> memoryview:  # noqa: ARG002 - all of it is on its way
-        if len(self._buffer) < count:
-            # An eighth more: segments are of about the same size, and many a little larger than all before.
-            self._buffer = bytearray(count + count // 8)
-        view = memoryview(self._buffer)[:count]
-        if self._transfer.read_into(view) < count:
+        if self._end - self._begin < count:
+            self._receive(count)
+        begin = self._begin
+        self._begin = begin + count
+        return memoryview(self._buffer)[begin : begin + count]
+
+    def _receive(self, count: int) -> None:
+        """Has `count` bytes at the front of the buffer, and behind them what else has come."""
+        kept = self._end - self._begin
+        buffer = self._buffer
+        if len(buffer) < count or not buffer:
+            buffer = bytearray(max(count + count // 8, STREAM_BYTES))
+        memoryview(buffer)[:kept] = memoryview(self._buffer)[self._begin : self._end]
+        self._buffer, self._begin, self._end = buffer, 0, kept
+        self._end += self._transfer.read_into(memoryview(buffer)[kept:], count - kept)
+        if self._end < count:
             raise CorruptError(f"{self._key} is truncated: it ends before its header says")
-        return view
 
     def skip(self, count: int) -> int:
         for done in range(0, count, RANGE_BYTES):
@@ -33,7 +48,7 @@ class StreamReader:
         return count
 
     def at_end(self) -> bool:
-        return self._transfer.complete
+        return self._begin == self._end and self._transfer.complete
 
     def abort(self) -> None:
         self._patience.abort()

@@ -77,10 +77,13 @@ class Transfer:
             except UnavailableError as error:
                 self._recover(error, began)
 
-    def read_into(self, view: memoryview) -> int:
-        """Fills `view`; the count is less only where the span or the object ends. Raises UnavailableError or NotFoundError."""
-        done = 0
-        while done < len(view) and not self.complete:
+    def read_into(self, view: memoryview, least: int | None = None) -> int:
+        """Fills `view`, or `least` bytes of it and what else has come; less only where the span or the object ends.
+
+        Raises UnavailableError or NotFoundError.
+        """
+        done, enough = 0, len(view) if least is None else least
+        while done < enough and not self.complete:
             began = self._patience.clock()
             try:
                 body = self._body()

@@ -32,7 +32,7 @@ from kvcdn.layout import (
 )
 from kvcdn.producer import Producer
 from kvcdn.seal import TAG_BYTES, ObjectKeys, segment_associated_data
-from kvcdn.segment import MAX_BLOCK_BYTES, MAX_SEGMENT_BYTES, Part, Segment, part_slices, read_segments
+from kvcdn.segment import MAX_BLOCK_BYTES, MAX_SEGMENT_BYTES, Part, Segment, read_segments
 from kvcdn.signing import PublicKey, SigningKey
 
 _OWN_CODEC = {PRECISION_NATIVE: (), **dict.fromkeys(TRANSFORMED, ("tc",)), **dict.fromkeys(COARSE_OF, ("rest",))}
@@ -163,7 +163,7 @@ def open_segment(  # noqa: PLR0913 - by name
     with memoryview(scratch) as whole, whole[:size] as encoded:
         associated = segment_associated_data(header.address, segment.descriptor)
         keys.open_into(index, associated, stored, encoded, what)
-        for number, ((part, place), out) in enumerate(zip(part_slices(segment), outs, strict=True)):
+        for number, ((part, place), out) in enumerate(zip(segment.places, outs, strict=True)):
             own_basis, own_coarse = (each[number] if number < len(each) else None for each in (basis, coarse))
             rows = Rows(part.dtype, part.shape, header.start, own_basis, own_coarse)
             # Released here: a view kept alive by an error's traceback would stop `scratch` from ever growing again.

@@ -96,11 +96,11 @@ class LayerSpec:
     window: int | None = None
     states: tuple[StateSpec, ...] = ()
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> int:
         return sum(tensor.bytes_per_token for tensor in self.tensors)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         return sum(state.raw_bytes for state in self.states)
 

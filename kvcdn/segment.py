@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kvcdn.codec import ALL_CODECS
@@ -61,7 +63,7 @@ class Segment:
     raw_digest: Digest
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def descriptor(self) -> bytes:
         """What encryption binds: the segment without what depends on the ciphertext or its place, in canonical JSON."""
         # By hand, since it is needed for every segment on the way to the first token; all strings in it are of our own lists.
@@ -71,6 +73,12 @@ class Segment:
             for part in self.parts
         )
         return f'{{"kind":"{self.kind}","layer":{self.layer},"length":{self.length},"parts":[{parts}]}}'.encode("ascii")
+
+    @cached_property
+    def places(self) -> tuple[tuple[Part, slice], ...]:
+        """Each part with the slice of the decrypted bytes that holds it."""
+        ends = list(itertools.accumulate(part.length for part in self.parts))
+        return tuple((part, slice(end - part.length, end)) for part, end in zip(self.parts, ends, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -122,11 +130,3 @@ def _read_part(value: Any, what: str) -> Part:
     )
     fields.done()
     return part
-
-
-def part_slices(segment: Segment) -> Iterator[tuple[Part, slice]]:
-    """Each part of `segment` with the slice of the decrypted bytes that holds it."""
-    position = 0
-    for part in segment.parts:
-        yield part, slice(position, position + part.length)
-        position += part.length

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn import canonical
-from kvcdn.block import open_header, open_segment, part_slices, seal_block
+from kvcdn.block import open_header, open_segment, seal_block
 from kvcdn.digest import Digest, hash_bytes
 from kvcdn.envelope import BLOCK_MAGIC, MAX_ENVELOPE_BYTES, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import CorruptError
@@ -111,10 +111,10 @@ def test_header_reads_from_any_buffer() -> None:
     assert expected == open_header(bytearray(data), "block") == open_header(memoryview(data), "block")
 
 
-def test_part_slices_cover_a_segment() -> None:
-    """The slices of a segment's parts lie end to end and leave only the tag."""
+def test_places_of_parts_cover_a_segment() -> None:
+    """The places of a segment's parts lie end to end and leave only the tag."""
     segment = open_header(sound_blocks()[-1], "block").segments[0]
-    slices = [place for _, place in part_slices(segment)]
+    slices = [place for _, place in segment.places]
     assert [0, slices[0].stop] == [place.start for place in slices]
     assert segment.length - 16 == slices[-1].stop
 
