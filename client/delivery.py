@@ -124,6 +124,11 @@ class Delivery:
         return self._next_layer == len(self.wanted)
 
     @property
+    def nearly_there(self) -> bool:
+        """Whether an eighth of its layers or less are still to come."""
+        return 8 * (len(self.wanted) - self.segments_read) <= len(self.wanted)
+
+    @property
     def segments_read(self) -> int:
         """How many layers have been read, or passed over."""
         return self._next_layer if self.header is not None else 0

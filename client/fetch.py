@@ -41,6 +41,9 @@ MAX_THREADS = 8
 WIDTH_BESIDE_COMPUTING = 2
 """Blocks under way at once where the model computes on the same cores: one is decoded while bytes of the other arrive."""
 
+SLOW_BLOCK_SECONDS = 0.2
+"""But each alone where it takes longer: what has come of two when a pass reaches them came in vain of both."""
+
 LAYERED_SHARE = 0.25
 LEAST_LAYERED = 2
 """Of the blocks, that come layer by layer at the end: so many, and this share. A question's pass takes less than that."""
@@ -81,6 +84,7 @@ class PrefixFetch:
         whole: bool = False,
         max_kl: float | None = None,
         beside: bool = False,
+        alone: bool = False,
         mendable: bool = False,
         watch: Callable[[], None] | None = None,
         coarse: CoarseRows | None = None,
@@ -89,8 +93,8 @@ class PrefixFetch:
 
         Blocks that are `held` on this host are not asked for. A block whose certificate is worse than `max_kl` fails with
         QualityError. `whole` reads every row of every layer, also those that no window reaches. `beside` is for a computation
-        at the same time: whole blocks from the right, and room for every row. `mendable` blocks can be computed where they
-        fail, so that the others go on. `watch` is called by whoever waits every TICK_SECONDS, may raise. `coarse` is refined.
+        at the same time: whole blocks from the right, perhaps each `alone`, and room for every row. `mendable` blocks can be
+        computed where they fail, so that others go on. Who waits calls `watch` at each tick; it may raise. `coarse` is refined.
         """
         self._source = source.session()
         self._watch = watch
@@ -98,8 +102,7 @@ class PrefixFetch:
         self.beside = beside
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._layer_there, self._awaited = threading.Condition(self._lock), -1
-        """That the layer which somebody waits for is complete: nothing less wakes him."""
+        self._layer_there, self._awaited = threading.Condition(self._lock), -1  # who waits for a layer is woken by no less
         self._settled = threading.Event()
         self._error: KvcdnError | None = None
         self._closed = False
@@ -123,8 +126,8 @@ class PrefixFetch:
         read = [one for one in self.deliveries if not one.complete]
         count = max(1, min(len(read), (os.cpu_count() or 1) + 1, MAX_THREADS))  # one more: some always wait for bytes
         self._ranged = len(read) > STREAMED_BLOCKS
-        self._narrow = min(count, WIDTH_BESIDE_COMPUTING) if device.type == "cpu" else count
-        self.width = count
+        self._widths = (min(count, WIDTH_BESIDE_COMPUTING), 1) if device.type == "cpu" else (count, count)
+        self.width = self._widths[1] if alone else count
         self._arrivals = Arrivals()
         self._busy: set[int] = set()
         self._idle: list[tuple[tuple[int, int], Delivery]] = []
@@ -163,7 +166,7 @@ class PrefixFetch:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that the threads have waited for bytes, added up."""
+        """Of all threads, for bytes."""
         return sum(one.waited for one in self.deliveries)
 
     @property
@@ -283,10 +286,10 @@ class PrefixFetch:
 
     # -- beside a computation ----------------------------------------------------------------------------------------------
 
-    def turn_right(self) -> None:
-        """From now on whole blocks come from the right, few at a time: somebody computes from the left."""
+    def turn_right(self, *, alone: bool = False) -> None:
+        """From now on whole blocks come from the right, few at a time or one `alone`: somebody computes from the left."""
         with self._changed:
-            self.width = self._narrow
+            self.width = self._widths[alone]
             if not self.beside:
                 self.beside = True
                 waiting, self._idle = [one for _, one in self._idle], []
@@ -326,18 +329,13 @@ class PrefixFetch:
 
     def _queue(self, one: Delivery) -> None:
         index = one.name.index
-        if self.beside:
-            rank = (-index, 0)
-        elif self._comes_in_layers(one):
-            rank = (one.steps, index)
-        else:
-            rank = (index - len(self.deliveries), 0)
-        heapq.heappush(self._idle, (rank, one))
+        whole = (-index if self.beside else index - len(self.deliveries), 0)
+        heapq.heappush(self._idle, ((one.steps, index) if self._in_layers(one) else whole, one))
 
-    def _comes_in_layers(self, one: Delivery) -> bool:
-        """Whether a block is of those at the end that come layer by layer, where nobody computes."""
-        total = len(self.deliveries)
-        return one.name.index >= total - max(LEAST_LAYERED, math.ceil(LAYERED_SHARE * total))
+    def _in_layers(self, one: Delivery) -> bool:
+        """Whether a block comes layer by layer: those at the end, unless somebody computes beside."""
+        layered = max(LEAST_LAYERED, math.ceil(LAYERED_SHARE * len(self.deliveries)))
+        return not self.beside and one.name.index >= len(self.deliveries) - layered
 
     def _take(self) -> Delivery | None:
         """The next block to take a step with; None when nothing is left."""
@@ -345,7 +343,9 @@ class PrefixFetch:
             while not self._closed:
                 while self._idle and self._idle[0][1].stopped:
                     heapq.heappop(self._idle)[1].close()
-                if self._idle and len(self._busy) < self.width:
+                # Behind one that is alone and nearly there the next is asked for: the link is not to be idle.
+                more = self.width == 1 and all(self.deliveries[index].nearly_there for index in self._busy)
+                if self._idle and len(self._busy) < self.width + more:
                     one = heapq.heappop(self._idle)[1]
                     self._busy.add(one.name.index)
                     return one
@@ -358,8 +358,7 @@ class PrefixFetch:
         scratch = bytearray()
         while (one := self._take()) is not None:
             try:
-                whole = self.beside or not self._comes_in_layers(one)
-                one.step(scratch, ranged=self._ranged, turn_s=TURN_SECONDS if whole else 0.0)
+                one.step(scratch, ranged=self._ranged, turn_s=0.0 if self._in_layers(one) else TURN_SECONDS)
             except KvcdnError as error:
                 self._fail(one, error)
             except Exception as error:  # noqa: BLE001 - whatever it is, the model must not wait for this thread for ever

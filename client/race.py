@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from kvcdn.client.fetch import TICK_SECONDS, PrefixFetch
+from kvcdn.client.fetch import SLOW_BLOCK_SECONDS, TICK_SECONDS, PrefixFetch
 from kvcdn.client.history import History, Switch
 from kvcdn.client.local import LocalPrefix
 from kvcdn.client.pace import Pace
@@ -160,6 +160,7 @@ class Race:
             max_kl=self._supply.max_kl,
             held=self._held,
             beside=beside,
+            alone=self._mode is Mode.BOTH and self._alone(),
             mendable=self._aim.mode is not Mode.FETCH and not self._either,
             watch=self._watch,
         )
@@ -214,8 +215,14 @@ class Race:
             fetch.close()
             self._begin_fetch(beside=True)
         fetch = self.fetch or fetch
-        fetch.turn_right()
+        fetch.turn_right(alone=self._alone())
         return fetch
+
+    def _alone(self) -> bool:
+        """Whether blocks that come beside a computation had better come one by one."""
+        rate = self._rate(time.perf_counter(), TICK_SECONDS)
+        block_bytes = self._costs.segment_bytes * len(self._identity.layout.layers)
+        return rate is not None and block_bytes > SLOW_BLOCK_SECONDS * rate
 
     def _compute_next(self, fetch: PrefixFetch, expected: Expected) -> None:
         """Computes the first blocks that are not there, unless they arrive meanwhile or something else gets better."""

@@ -301,8 +301,10 @@ def test_a_link_that_turns_out_fast_ends_computing_within_a_layer(published):
     assert [one["mode"] for one in prepared.report.plan["switches"]] == ["fetch"]
 
 
-def test_a_corrupt_block_in_the_middle_is_computed_where_it_is_missing(published):
+def test_a_corrupt_block_in_the_middle_is_computed_where_it_is_missing(published, monkeypatch):
     """What came before it is used; what is behind it comes from whoever is faster."""
+    # One thread reads from the left: what comes before is here when the damage is found, and is not computed meanwhile.
+    monkeypatch.setattr(fetch_module, "MAX_THREADS", 1)
     of = published("llama")
     names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
     damaged = block_key(of.loaded.identity.tag, names[2].address)
@@ -379,7 +381,7 @@ def test_speeds_are_remembered_from_what_was_computed(published):
 
 
 def fetching(of, link, **options):
-    """A fetch of the whole text by a single thread, so that its order is one."""
+    """A fetch of the whole text."""
     identity = of.loaded.identity
     names = PrefixNames.of(identity, Namespace.public(), of.token_ids).blocks
     trust = TrustList.of(of.key.public)
@@ -402,3 +404,41 @@ def test_whole_blocks_come_first_and_layers_last(published, monkeypatch):
     until(lambda: fetch.deliveries[4].header is not None)
     assert not fetch.deliveries[3].complete
     fetch.close()
+
+
+def test_beside_a_computation_on_a_slow_link_blocks_come_one_by_one(published):
+    """The last is whole before the one before it has begun, though there are threads for both."""
+    of = published("llama")
+    link = SlowLink(of.store)
+    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
+    sizes = [of.store.stat(block_key(of.loaded.identity.tag, name.address)).size for name in names]
+    link.hold(sizes[4] - 1)
+    fetch = fetching(of, link, beside=True, alone=True)
+    assert fetch.threads > 1
+    until(lambda: fetch.deliveries[4].header is not None)
+    assert [0, 0, 0, 0] == [one.steps for one in fetch.deliveries[:4]]
+    link.let_through(sizes[3])
+    until(lambda: fetch.deliveries[4].complete and fetch.deliveries[3].header is not None)
+    assert [0, 0, 0] == [one.steps for one in fetch.deliveries[:3]]
+    fetch.turn_right()
+    until(lambda: fetch.deliveries[2].steps)
+    link.let_through(sum(sizes))
+    fetch.wait()
+    fetch.close()
+
+
+def test_a_slow_link_is_one_on_which_a_block_takes_long(published, monkeypatch):
+    """Where a block takes a moment two come at once beside a computation, where it takes seconds one."""
+    of = published("llama")
+    asked_for = []
+    begin = PrefixFetch.__init__
+
+    def note(self, *args, **options):
+        asked_for.append(options["alone"])
+        begin(self, *args, **options)
+
+    monkeypatch.setattr(PrefixFetch, "__init__", note)
+    for bytes_per_s in (1e3, 1e9):
+        with of.client(SlowLink(of.store, known=LinkEstimate(0.001, bytes_per_s, 8))) as client:
+            assert TOKENS == assert_same_bits(of, client.prepare(asked(of), mode="both"))
+    assert [True, False] == asked_for
