@@ -176,7 +176,10 @@ DRIBBLES = {
 
 @pytest.mark.parametrize("kind", DRIBBLES)
 def test_a_server_that_sends_a_byte_now_and_then(kind) -> None:
-    """For ever, of whatever it is: the deadline holds, and none of it is a document."""
+    """For ever, of whatever it is: the deadline holds, and none of it is a document.
+
+    As in https://github.com/midwork-finds-jobs/duckdb-crawler/pull/5.
+    """
     first, then = DRIBBLES[kind]
     over = threading.Event()
 

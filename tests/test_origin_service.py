@@ -114,7 +114,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_jobs_are_refused_alone(tmp_path, kind) -> None:
-    """With 400 and no word of theirs; whoever is accepted at the same time is accepted."""
+    """With 400 and no word of theirs; whoever is accepted at the same time is accepted.
+
+    Half a pair as in https://github.com/encode/django-rest-framework/issues/7026.
+    """
 
     async def steps(client, queue):
         headers = {"Content-Type": "application/json"}
@@ -151,7 +154,10 @@ def test_bodies_that_are_not_what_their_headers_say(tmp_path, headers, body) -> 
 
 
 def test_lines_end_where_json_says(tmp_path) -> None:
-    """Characters that other texts end lines with may be in a string as they are; a mark of the byte order is no text."""
+    """Characters that other texts end lines with may be in a string as they are; a mark of the byte order is no text.
+
+    As in https://github.com/datalad/datalad/issues/3523 and https://github.com/wbolster/jsonlines/issues/53.
+    """
     text = "one\u2028two\u2029three\x85four"
 
     async def steps(client, queue):
