@@ -1,19 +1,25 @@
 """Fetching: documents from URLs that strangers name, which must not lead into the service's own network.
 
 A name is resolved once, every address that it has must be a public one, and the connection goes to the very address that was
-looked at; each redirect is looked at anew. Size and time are bounded, whatever the server does.
+looked at; each redirect is looked at anew. Size and time are bounded, whatever the server does: at the deadline the connection
+is shut down from beside, since a server may send a byte now and then for ever, of a handshake, a head or a body.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
+import ssl
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urljoin, urlsplit
+from http.client import HTTPException
+from urllib.parse import quote, urljoin, urlsplit
 
 import urllib3
+import urllib3.connection
 
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.origin.sources import MAX_DOCUMENT_BYTES, Document, decode_document
@@ -27,12 +33,18 @@ _CONNECT_SECONDS = 10.0
 _READ_SECONDS = 30.0
 _PIECE_BYTES = 1 << 16
 
+_PLAIN = "%/:=&?~#+!$,;'@()*[]"
+"""What a URL's path and query may have as it is, besides letters, digits and `-._`."""
+
 MAX_VALIDATOR = 1024
 """Characters of an ETag or a date that are remembered and sent back."""
 
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 
 _NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+
+_TRANSLATED = ipaddress.ip_network("::ffff:0:0:0/96")
+"""An IPv4 address as translators write it (RFC 2765)."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -77,7 +89,7 @@ def is_public(address: Address) -> bool:
         # What is translated or tunnelled ends who knows where.
         if address.teredo is not None or any(address in network for network in _NAT64) or int(address) >> 32 == 0:
             return False
-        if address.is_site_local:
+        if address.is_site_local or address in _TRANSLATED:
             return False
     return address.is_global and not (address.is_multicast or address.is_reserved or address.is_unspecified)
 
@@ -125,7 +137,10 @@ def fetch_bytes(
         found = _get(target, resolve, limit, deadline, known)
         if isinstance(found, Fetched):
             return found
-        target = urljoin(target, found)
+        try:
+            target = urljoin(target, found)
+        except ValueError:
+            raise UsageError(f"{target} redirects to {found[:200]!r}, which is not a URL") from None
     raise UsageError(f"{url} redirects more than {MAX_REDIRECTS} times")
 
 
@@ -134,44 +149,92 @@ def _get(url: str, resolve: Callable[[str, int], str], limit: int, deadline: flo
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        path = quote(parts.path or "/", _PLAIN) + (f"?{quote(parts.query, _PLAIN)}" if parts.query else "")
     except ValueError:
         raise UsageError(f"{url[:200]!r} is not a URL") from None
     if parts.scheme not in ("http", "https") or not host:
         raise UsageError(f"{url[:200]!r} is not an http or https URL")
     if parts.username is not None or parts.password is not None:
         raise UsageError("a URL with a password in it is not fetched")
-    address = resolve(host, port)
-    timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=_READ_SECONDS)
-    if parts.scheme == "https":
-        pool: urllib3.HTTPConnectionPool = urllib3.HTTPSConnectionPool(
-            address, port, timeout=timeout, retries=False, server_hostname=host, assert_hostname=host, cert_reqs="CERT_REQUIRED"
-        )
-    else:
-        pool = urllib3.HTTPConnectionPool(address, port, timeout=timeout, retries=False)
-    headers = {"Host": parts.netloc, **known.conditions()}
-    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    host = _in_ascii(host, url)
+    connection = _Connection(resolve(host, port), port, host if parts.scheme == "https" else None)
+    headers = {"Host": (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else ""), **known.conditions()}
+    watch = threading.Timer(max(deadline - time.monotonic(), 0), connection.break_off)
+    watch.daemon = True
+    watch.start()
     try:
-        with pool, pool.request("GET", path, headers=headers, preload_content=False, redirect=False) as response:
-            if response.status in _REDIRECTS and response.headers.get("Location"):
-                return str(response.headers["Location"])
-            if response.status == 304 and known.conditions():  # noqa: PLR2004 - HTTP's own number
-                return Fetched(b"", known, unchanged=True)
-            if response.status in (404, 410):
-                raise NotFoundError(f"{url} answers {response.status}: there is no such document")
-            if response.status != 200:  # noqa: PLR2004 - HTTP's own number
-                raise UnavailableError(f"{url} answers {response.status}")
-            return Fetched(_body(response, url, limit, deadline), Validators.of(response.headers))
-    except urllib3.exceptions.HTTPError as error:
-        raise UnavailableError(f"cannot download {url}: {type(error).__name__}") from None
+        connection.request("GET", path, headers=headers, preload_content=False)
+        with connection.getresponse() as response:
+            found = _answered(response, url, limit, known)
+    except (urllib3.exceptions.HTTPError, HTTPException, OSError) as error:
+        if not connection.broken_off:
+            raise UnavailableError(f"cannot download {url}: {type(error).__name__}") from None
+    finally:
+        watch.cancel()
+        connection.end()
+    if connection.broken_off:  # also where that looked like the end of a body
+        raise UnavailableError(f"{url} does not come to an end in time")
+    return found
 
 
-def _body(response: urllib3.BaseHTTPResponse, url: str, limit: int, deadline: float) -> bytes:
+def _answered(response: urllib3.BaseHTTPResponse, url: str, limit: int, known: Validators) -> Fetched | str:
+    """The body of an answer, or where to go on."""
+    if response.status in _REDIRECTS and response.headers.get("Location"):
+        return str(response.headers["Location"])
+    if response.status == 304 and known.conditions():  # noqa: PLR2004 - HTTP's own number
+        return Fetched(b"", known, unchanged=True)
+    if response.status in (404, 410):
+        raise NotFoundError(f"{url} answers {response.status}: there is no such document")
+    if response.status != 200:  # noqa: PLR2004 - HTTP's own number
+        raise UnavailableError(f"{url} answers {response.status}")
     pieces, size = [], 0
     for piece in response.stream(_PIECE_BYTES):
         size += len(piece)
         if size > limit:
             raise UsageError(f"{url} is larger than {limit:,} bytes")
-        if time.monotonic() > deadline:
-            raise UnavailableError(f"{url} does not come to an end in time")
         pieces.append(piece)
-    return b"".join(pieces)
+    return Fetched(b"".join(pieces), Validators.of(response.headers))
+
+
+class _Connection(urllib3.connection.HTTPConnection):
+    """A connection to an address, under TLS where it is to be `name`. Another thread may break it off."""
+
+    def __init__(self, address: str, port: int, name: str | None) -> None:
+        super().__init__(address, port, timeout=_READ_SECONDS)
+        self._name = name
+        self._handle: socket.socket | None = None
+        self.broken_off = False
+
+    def connect(self) -> None:
+        sock = socket.create_connection((self.host, self.port), _CONNECT_SECONDS)
+        try:
+            self._handle = sock.dup()  # TLS takes the other one over, for the time of its handshake
+            if self.broken_off:
+                raise TimeoutError
+            if self._name is not None:
+                sock = ssl.create_default_context().wrap_socket(sock, server_hostname=self._name)
+        except BaseException:
+            sock.close()
+            raise
+        self.sock = sock
+
+    def break_off(self) -> None:
+        """Whoever waits for it meets its end."""
+        self.broken_off = True
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                self._handle.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Closes all of it. `close` is called as soon as a body is known to end with the connection."""
+        self.close()
+        if self._handle is not None:
+            self._handle.close()
+
+
+def _in_ascii(host: str, url: str) -> str:
+    """A name as DNS, certificates and headers have it (RFC 3490)."""
+    try:
+        return host if host.isascii() else host.encode("idna").decode("ascii")
+    except UnicodeError:
+        raise UsageError(f"{url[:200]!r} is not a URL: there can be no such host") from None

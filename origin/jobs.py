@@ -9,8 +9,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticSerializationError
 
 from kvcdn.errors import UsageError
 from kvcdn.origin.sources import Document
@@ -80,9 +82,7 @@ class JobRequest(BaseModel):
     @field_validator("url")
     @classmethod
     def _checked_url(cls, value: str | None) -> str | None:
-        if value is not None and not value.lower().startswith(("http://", "https://")):
-            raise ValueError("only http and https are fetched")
-        return value
+        return None if value is None else checked_url(value)
 
     @model_validator(mode="after")
     def _one_document(self) -> Self:
@@ -111,16 +111,36 @@ class JobRequest(BaseModel):
         return None if self.text is None else Document(self.name or "text", self.text)
 
 
+def checked_url(url: str) -> str:
+    """`url`, where it is one that may be fetched. Raises ValueError that shows nothing of it."""
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        raise ValueError("only http and https URLs are fetched")
+    if "@" in parts.netloc:
+        raise ValueError("a URL with a password in it is not fetched, and would be shown")
+    return url
+
+
 def read_request(value: Any) -> JobRequest:
     """A job from hostile JSON. Raises UsageError that names the field and shows nothing of its content."""
     try:
-        return JobRequest.model_validate(value)
+        request = JobRequest.model_validate(value)
+        # What cannot be written down is told to whoever sent it, and not to all that are accepted with it.
+        request.model_dump_json()
+        json.dumps(request.model_dump(), ensure_ascii=False).encode("utf-8")
+    except (UnicodeError, PydanticSerializationError, RecursionError):
+        raise UsageError("not a job: it is nested too deeply, or has half a surrogate pair in it") from None
     except ValidationError as error:
         problems = "; ".join(
             f"{'.'.join(map(str, problem['loc'])) or 'the job'}: {problem['msg'].removeprefix('Value error, ')}"
             for problem in error.errors(include_input=False, include_url=False)
         )
         raise UsageError(f"not a job: {problems[:1000]}", hint="GET /v1/openapi.json describes one") from None
+    return request
 
 
 @dataclass(frozen=True)

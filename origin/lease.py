@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -83,17 +84,17 @@ class Lease:
 
     def take(self) -> None:
         """Creates the lease; look at nothing before `blocked` says no."""
-        self._began = time.monotonic()
+        self._began = clock()
         self._created = _announced(self._store, self._key, self._data)
 
     def blocked(self) -> bool:
         """Whether a sweep is on that may not know of this lease."""
-        now = self._created + time.monotonic() - self._began
+        now = self._created + clock() - self._began
         return any(now - info.modified < SWEEP_DEAD_SECONDS for info in self._store.list(sweep_prefix(self._tag)))
 
     def require(self) -> None:
         """Call before the manifest is created. Raises UnavailableError where the lease may count no more."""
-        if time.monotonic() - self._began > LEASE_USABLE_SECONDS:
+        if clock() - self._began > LEASE_USABLE_SECONDS:
             raise UnavailableError(
                 f"{self._store.url}: publishing took more than {LEASE_USABLE_SECONDS / 3600:.0f} hours, its blocks may be gone",
                 hint="publish again: blocks that are still there are not computed again",
@@ -116,7 +117,7 @@ class Sweep:
         self._now = 0.0
 
     def __enter__(self) -> Self:
-        self._began = time.monotonic()
+        self._began = clock()
         self._now = _announced(self._store, self._key, b"")
         return self
 
@@ -132,7 +133,7 @@ class Sweep:
     @property
     def over(self) -> bool:
         """Whether its time is up: delete nothing more, begin another."""
-        return time.monotonic() - self._began > SWEEP_SECONDS
+        return clock() - self._began > SWEEP_SECONDS
 
     def held(self) -> set[bytes]:
         """Every address that a lease lists. Raises CorruptError for a lease that cannot be read."""
@@ -150,6 +151,11 @@ def read_lease(data: bytes, what: str) -> set[bytes]:
     if not data.startswith(LEASE_MAGIC) or len(body) % Digest.SIZE or len(data) > _MAX_LEASE_BYTES:
         raise CorruptError(f"{what}: not a lease, so what it protects is not known", hint=f"remove {what} from the origin")
     return {body[start : start + Digest.SIZE] for start in range(0, len(body), Digest.SIZE)}
+
+
+def clock() -> float:
+    """Seconds that pass, also while the machine sleeps: what sleeps meanwhile is still counted by the store's clock."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
 
 
 def _announced(store: BlobStore, key: str, data: bytes) -> float:

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 
@@ -196,7 +196,7 @@ class Service:
         await response.prepare(request)
         silent = 0.0
         shown = ""
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, KvcdnError):  # gone, or not to be had: whoever follows asks again
             while True:
                 text = json.dumps(job.to_json())
                 if text != shown:
@@ -220,7 +220,7 @@ class Service:
     async def _add_watch(self, request: web.Request) -> web.Response:
         _granted(request, Scope.ADMIN)
         try:
-            value = json.loads(await request.read())
+            value = _parsed((await request.read()).decode("utf-8-sig"))
         except (ValueError, RecursionError):
             raise UsageError("the body is no JSON", hint="GET /v1/openapi.json describes a watch") from None
         watch = read_watch(value)
@@ -259,6 +259,8 @@ class Service:
             return _error(error, 429, {"Retry-After": str(math.ceil(error.retry_seconds or RETRY_SECONDS))})
         except KvcdnError as error:
             return _error(error, _STATUS.get(error.exit_code, 500))
+        except web.RequestPayloadError:
+            return _error(UsageError("the body is not what its headers say"), 400)
         except web.HTTPException as error:
             return _error(KvcdnError(error.reason), error.status, {k: v for k, v in error.headers.items() if k == "Allow"})
 
@@ -266,20 +268,33 @@ class Service:
 async def _requests(request: web.Request) -> list[JobRequest]:
     """The jobs that a request's body holds: one in JSON, one a line, or a text as it is with the rest in the query."""
     kind, body = request.content_type, await request.read()
+    charset = request.charset or "utf-8"
+    if charset.lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise UsageError(f"a body in {charset[:80]!r} is not read", hint="send UTF-8")
     try:
-        text = body.decode("utf-8")
+        text = body.decode("utf-8-sig")
         if kind == "text/plain":
             return [read_request({**_from_query(request.query), "text": text})]
         if kind == "application/json":
-            return [read_request(json.loads(text))]
+            return [read_request(_parsed(text))]
         if kind in ("application/jsonl", "application/x-ndjson"):
-            lines = [line for line in text.splitlines() if line.strip()]
+            # Not splitlines, which also parts at characters that a JSON string may have as they are (U+2028).
+            lines = [line for line in text.split("\n") if line.strip()]
             if not 0 < len(lines) <= MAX_JOBS_AT_ONCE:
                 raise UsageError(f"a request holds 1 to {MAX_JOBS_AT_ONCE} jobs, not {len(lines)}")
-            return [read_request(json.loads(line)) for line in lines]
+            return [read_request(_parsed(line)) for line in lines]
     except (ValueError, RecursionError):
         raise UsageError("the body is not UTF-8, or not JSON, or the query has a number that is none") from None
     raise UsageError(f"a body of type {kind} is not read", hint="send application/json, application/jsonl or text/plain")
+
+
+def _parsed(text: str) -> Any:
+    """JSON as RFC 8259 has it. Raises ValueError, RecursionError."""
+    return json.loads(text, parse_constant=_no_number)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
 
 
 def _from_query(query: Mapping[str, str]) -> dict[str, Any]:

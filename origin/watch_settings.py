@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvcdn.errors import UsageError
-from kvcdn.origin.jobs import MAX_TTL_SECONDS, Window
+from kvcdn.origin.jobs import MAX_TTL_SECONDS, Window, checked_url
 from kvcdn.producer import MAX_TEXT
 
 MIN_EVERY_SECONDS = 1.0
@@ -86,6 +86,10 @@ def read_watch(value: Any) -> WatchSettings:
     if watch.kind is WatchKind.FOLDER or not watch.source.startswith(("http://", "https://")):
         hint = "name folders and files of the service's machine in its settings"
         raise UsageError("a watch that is added is a list or sitemap at a URL", hint=hint)
+    try:
+        checked_url(watch.source)
+    except ValueError as error:
+        raise UsageError(f"not a watch: source: {error}") from None
     return watch
 
 

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from xml.etree.ElementTree import ParseError
 
@@ -29,6 +30,12 @@ MAX_SITEMAPS = 50
 """That one index may name and that are read."""
 
 MAX_URL_CHARACTERS = 2048
+
+MAX_ELEMENTS = 40 * MAX_DOCUMENTS
+"""Of a sitemap: a page with its date and translations has some twenty. More would take minutes to pass over."""
+
+MAX_DEPTH = 32
+"""Levels of a sitemap's elements: it has three, and extensions a few more."""
 
 SETTLE_SECONDS = 2.0
 """A file that changed so recently may be in the middle of being written: it is read at the next look."""
@@ -97,11 +104,16 @@ class WatchSource:
         return Seen(data, validators) if still and not fresh else None
 
     def _listed(self) -> list[str]:
-        lines = [line.strip() for line in self._text().splitlines()]
-        urls = [line.split()[0] for line in lines if line and not line.startswith("#")]
-        for url in urls:
+        urls: list[str] = []
+        for line in io.StringIO(self._text()):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            url = line.split(maxsplit=1)[0]
             if not _is_url(url) or len(url) > MAX_URL_CHARACTERS:
                 raise UsageError(f"{self._watch.source} names {url[:80]!r}, which is no http or https URL")
+            urls.append(url)
+            if len(urls) > MAX_DOCUMENTS:
+                break
         return urls
 
     def _text(self) -> str:
@@ -111,9 +123,11 @@ class WatchSource:
         else:
             try:
                 with Path(source).expanduser().open("rb") as file:
-                    data = file.read(MAX_LISTING_BYTES)
+                    data = file.read(MAX_LISTING_BYTES + 1)
             except OSError as error:
                 raise UnavailableError(f"cannot read {source}: {error.strerror}") from None
+            if len(data) > MAX_LISTING_BYTES:
+                raise UsageError(f"{source} is larger than {MAX_LISTING_BYTES:,} bytes")
         try:
             return data.decode("utf-8-sig")
         except UnicodeDecodeError:
@@ -153,16 +167,26 @@ def read_sitemap(data: bytes, what: str) -> Iterator[tuple[str, str]]:
     No document type, entity or external reference is taken (defusedxml).
     """
     try:
-        path: list[str] = []
+        path: list[Any] = []
+        names: list[str] = []
+        elements = 0
         for event, element in iterparse(io.BytesIO(_unpacked(data, what)), events=("start", "end"), forbid_dtd=True):
-            name = element.tag.rpartition("}")[2]
             if event == "start":
-                path.append(name)
+                elements += 1
+                if elements > MAX_ELEMENTS:
+                    raise UsageError(f"{what} has more than {MAX_ELEMENTS:,} elements")
+                path.append(element)
+                names.append(element.tag.rpartition("}")[2])
+                if len(path) > MAX_DEPTH:
+                    raise UsageError(f"{what} is not a sitemap: it is {MAX_DEPTH} levels deep, and more")
                 continue
-            if path[1:] in (["url", "loc"], ["sitemap", "loc"]) and element.text:
-                yield path[1], element.text.strip()
+            if names[1:] in (["url", "loc"], ["sitemap", "loc"]) and element.text:
+                yield names[1], element.text.strip()
             path.pop()
+            names.pop()
             element.clear()
+            if path:
+                path[-1].remove(element)  # or millions of empty ones would stay
     except (DefusedXmlException, ParseError, ValueError, LookupError) as error:
         raise UsageError(f"{what} is not a sitemap: {type(error).__name__}") from None
 

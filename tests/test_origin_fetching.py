@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import ipaddress
 import socket
 import ssl
 import threading
+import tracemalloc
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -19,7 +22,7 @@ INTERNAL = [
     *("192.0.0.1", "192.0.2.1", "198.18.0.1", "203.0.113.1", "224.0.0.1", "240.0.0.1", "255.255.255.255"),
     *("::", "::1", "::7f00:1", "fe80::1", "fc00::1", "fd00:ec2::254", "fec0::1", "ff02::1", "2001:db8::1"),
     *("::ffff:127.0.0.1", "::ffff:10.0.0.1", "::ffff:169.254.169.254", "2002:7f00:1::", "2002:a9fe:a9fe::", "2001:0:1::1"),
-    *("64:ff9b::7f00:1", "64:ff9b:1::1"),
+    *("64:ff9b::7f00:1", "64:ff9b:1::1", "::ffff:0:7f00:1"),
 ]
 
 PUBLIC = ["1.1.1.1", "8.8.8.8", "93.184.216.34", "2606:4700:4700::1111", "::ffff:8.8.8.8"]
@@ -60,10 +63,17 @@ class Site(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.hosts.append(self.headers["Host"])
         bodies = {"/text": b"A public text.", "/large": b"x" * 5000, "/empty": b"", "/binary": b"\0\1\2"}
+        packings: dict[str, str] = {}
         failures = {"/missing": 404, "/broken": 500}
         places = {"/away": "http://internal.example:9/secret", "/file": "file:///etc/passwd", "/loop": "/loop"}
+        places["/nowhere"] = "http://[::1"
+        if self.path in ("/bomb", "/bombs"):
+            bodies[self.path] = gzip.compress(bytes(64 << 20))
+            packings["/bomb"] = "gzip"
+        if self.path == "/bombs":
+            bodies[self.path], packings[self.path] = gzip.compress(bodies[self.path]), "gzip, gzip"
         if self.path in bodies:
-            self.answer(200, bodies[self.path])
+            self.answer(200, bodies[self.path], **({"Content-Encoding": packings[self.path]} if self.path in packings else {}))
         elif self.path in failures:
             self.answer(failures[self.path])
         else:
@@ -116,6 +126,7 @@ def test_the_address_that_was_looked_at_is_asked(site) -> None:
         ("/away", UsageError),
         ("/file", UsageError),
         ("/loop", UsageError),
+        ("/nowhere", UsageError),
         ("/large", UsageError),
         ("/binary", UsageError),
         ("/empty", UsageError),
@@ -137,13 +148,79 @@ def test_a_body_has_to_end_in_time(site) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://user:secret@a.example/", "http://", "http://[::1", "gopher://a.example/", "http://a.example:x/"]
+    "url",
+    [
+        *("http://user:secret@a.example/", "http://", "http://[::1", "gopher://a.example/", "http://a.example:x/"),
+        *("http://a.example/\ud800", "http://\ud800.example/", f"http://{'é' * 70}.example/", "http://.é/"),
+    ],
 )
 def test_urls_that_are_none(url) -> None:
     """Nothing is resolved for them, and no password is shown."""
     with pytest.raises(UsageError) as caught:
         fetch_document(url, resolve=lambda *_: pytest.fail("resolved"))
     assert "secret" not in str(caught.value)
+
+
+DRIBBLES = {
+    "silence": (b"", b""),
+    "head": (b"HTTP/1.1 200 OK\r\nX: ", b"x"),
+    "many heads": (b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "body": (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"x"),
+    "body to the end": (b"HTTP/1.1 200 OK\r\n\r\n", b"x"),
+    "chunks": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n"),
+    "a chunk's size": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x"),
+    "redirect": (b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 1000\r\n", b"X: x\r\n"),
+    "handshake": (b"\x16\x03\x03\x40\x00\x02", b"\x00"),
+}
+
+
+@pytest.mark.parametrize("kind", DRIBBLES)
+def test_a_server_that_sends_a_byte_now_and_then(kind) -> None:
+    """For ever, of whatever it is: the deadline holds, and none of it is a document.
+
+    As in https://github.com/midwork-finds-jobs/duckdb-crawler/pull/5.
+    """
+    first, then = DRIBBLES[kind]
+    over = threading.Event()
+
+    def serve() -> None:
+        with server.accept()[0] as peer, suppress(OSError):
+            peer.sendall(first)
+            while not over.wait(0.01):
+                peer.sendall(then)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            scheme = "https" if kind == "handshake" else "http"
+            with pytest.raises(UnavailableError):
+                fetch_document(f"{scheme}://a.example:{server.getsockname()[1]}/", resolve=lambda *_: "127.0.0.1", seconds=0.3)
+        finally:
+            over.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("path", ["/bomb", "/bombs"])
+def test_what_unpacks_to_more_than_it_may(site, path) -> None:
+    """Once, or in two layers: refused, and never in memory."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(UsageError):
+            fetch(site, path, limit=1000)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 96 << 20  # the server's own 64 MiB are in there
+
+
+def test_names_and_paths_beyond_ascii(site) -> None:
+    """A name goes to DNS and server as DNS has it, a path in percent signs."""
+    asked = []
+    url = f"http://b\u00fccher.example:{site.server_port}/\u4e00 x?y=\u00e9"
+    assert "A public text." == fetch_document(url, resolve=lambda host, _: asked.append(host) or "127.0.0.1").text
+    assert ["xn--bcher-kva.example"] * 2 == asked
+    assert f"xn--bcher-kva.example:{site.server_port}" in site.hosts
 
 
 @pytest.mark.parametrize("name", ["site.example", "other.example"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 
 import pytest
@@ -148,6 +149,13 @@ def test_a_publisher_waits_for_a_sweep(monkeypatch):
     assert [] == keys(store)
 
 
+def asleep(monkeypatch, seconds: float) -> None:
+    """As after the machine has slept for so long: one clock of Linux goes on meanwhile, the other stands still."""
+    real = time.clock_gettime
+    shifted = {time.CLOCK_BOOTTIME: seconds}
+    monkeypatch.setattr(time, "clock_gettime", lambda which: real(which) + shifted.get(which, 0.0))
+
+
 def test_a_dead_sweep_is_not_waited_for(monkeypatch):
     """A deleter that was killed holds publishers up for its time, and no longer."""
     store, library = MemoryStore(), Library(MemoryStore())
@@ -155,8 +163,7 @@ def test_a_dead_sweep_is_not_waited_for(monkeypatch):
     lease = Lease(store, library.tag, [])
     lease.take()
     assert lease.blocked()
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + leases.SWEEP_DEAD_SECONDS + 1)
+    asleep(monkeypatch, leases.SWEEP_DEAD_SECONDS + 1)
     assert not lease.blocked()
 
 
@@ -173,6 +180,24 @@ def test_an_old_lease_does_not_count_and_its_owner_knows(monkeypatch):
     with Sweep(store, library.tag) as sweep:
         assert set() == sweep.held()
     monkeypatch.setattr(leases, "LEASE_USABLE_SECONDS", -1.0)
+    with pytest.raises(UnavailableError, match="may be gone"):
+        lease.require()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="one of Linux's clocks goes on while a machine sleeps")
+def test_a_machine_that_slept_relies_on_nothing(monkeypatch):
+    """Neither a publisher on blocks that its lease does not protect any more, nor a deleter on what it has read before.
+
+    After https://github.com/restic/restic/issues/3126 and https://github.com/restic/restic/pull/4374.
+    """
+    store, library = MemoryStore(), Library(MemoryStore())
+    lease = Lease(store, library.tag, [])
+    lease.take()
+    with Sweep(store, library.tag) as sweep:
+        asleep(monkeypatch, leases.SWEEP_SECONDS + 1)
+        assert sweep.over
+    lease.require()
+    asleep(monkeypatch, leases.LEASE_SECONDS)
     with pytest.raises(UnavailableError, match="may be gone"):
         lease.require()
 

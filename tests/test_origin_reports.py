@@ -1,5 +1,7 @@
 """Faults that users of other S3 clients and job queues have reported in public, replayed: a listing that ends in the middle,
-odd keys, credentials that are renewed, and a queue's file that another process holds."""
+odd keys, credentials that are renewed, bytes damaged on the way, completions answered twice, a queue's file that another
+process holds. Others stand beside what they concern: a machine that slept (test_origin_lease.py), lines within JSON and half
+surrogate pairs (test_origin_service.py), a server that sends a byte now and then (test_origin_fetching.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from kvcdn.keys import block_key
 from kvcdn.origin.collect import collect_garbage
 from kvcdn.origin.jobs import JobRequest
 from kvcdn.origin.queue import JobQueue
-from kvcdn.stores import open_store
+from kvcdn.stores import open_store, s3
 from kvcdn.stores.s3 import S3Store
 from support.faults import Fault, FaultyLink, faulty_link
 from support.library import Library
@@ -140,6 +142,65 @@ def test_credentials_that_are_renewed_are_used(s3_server: S3Server, link: Faulty
     heads = [head for head in link.heads if re.match(rb"(GET|HEAD) ", head)]
     assert heads
     assert all(f"Credential={s3_server.reader.access_key}/".encode() in head for head in heads)
+
+
+def refused(status: str, code: str) -> bytes:
+    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+    return f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize("code", ["BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"])
+@pytest.mark.parametrize("parts", [False, True])
+def test_bytes_that_were_damaged_on_the_way_are_sent_again(
+    store: S3Store, link: FaultyLink, monkeypatch: pytest.MonkeyPatch, code: str, parts: bool
+):
+    """The library gives up at once: https://github.com/aws/aws-sdk-ruby/issues/2796, https://github.com/boto/botocore/issues/1188."""
+    if parts:
+        monkeypatch.setattr(s3, "MULTIPART_BYTES", 10)
+    link.inject(Fault(when=b"partNumber=1" if parts else b"PUT /", answer=refused("400 Bad Request", code)), times=2)
+    assert store.create("a", [b"x" * 50])
+    assert 0 == link.pending
+    assert b"x" * 50 == store.read("a")
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_completion_that_somebody_between_has_retried(store: S3Store, monkeypatch: pytest.MonkeyPatch, ours: bool):
+    """No such upload, says the server, as it is completed already, or was aborted: what is there tells which, by its bytes.
+
+    https://github.com/peak/s5cmd/issues/450, https://github.com/ClickHouse/ClickHouse/pull/114375.
+    """
+    monkeypatch.setattr(s3, "MULTIPART_BYTES", 10)
+    complete = store._client.complete_multipart_upload
+
+    def answered_twice(**given):
+        if ours:
+            complete(**given)
+        else:  # a lifecycle rule; and another's object of the same size
+            store._client.abort_multipart_upload(**{name: given[name] for name in ("Bucket", "Key", "UploadId")})
+            store._client.put_object(Bucket=given["Bucket"], Key=given["Key"], Body=b"y" * 50)
+        answer = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {"HTTPStatusCode": 404, "RetryAttempts": 0}}
+        raise store._client.exceptions.ClientError(answer, "CompleteMultipartUpload")
+
+    monkeypatch.setattr(store._client, "complete_multipart_upload", answered_twice)
+    if ours:
+        assert store.create("a", [b"x" * 50])
+    else:
+        with pytest.raises(UnavailableError, match="NoSuchUpload"):
+            store.create("a", [b"x" * 50])
+    assert (b"x" if ours else b"y") * 50 == store.read("a")
+
+
+def test_writes_need_nothing_new_of_a_server(store: S3Store, link: FaultyLink, monkeypatch: pytest.MonkeyPatch):
+    """A plain body with its checksum and length before it, as other servers take: https://github.com/boto/boto3/issues/4400."""
+    assert store.create("a", [b"x" * 50])
+    monkeypatch.setattr(s3, "MULTIPART_BYTES", 10)
+    assert store.create("b", [b"x" * 50])
+    heads = [head.lower() for head in link.heads if head.startswith(b"PUT /")]
+    assert len(heads) >= 2
+    for head in heads:
+        assert b"x-amz-checksum-crc32: " in head
+        assert b"content-length: 50" in head
+        assert not {word for word in (b"aws-chunked", b"x-amz-trailer", b"transfer-encoding") if word in head}
 
 
 def test_a_queue_waits_for_whoever_writes(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -86,6 +87,99 @@ def test_jobs_come_in_all_forms(tmp_path) -> None:
         answer = await client.post("/v1/jobs", data="x" * 20_000, headers={"Content-Type": "text/plain"})
         assert 413 == answer.status
         assert {"queued": 4} == queue.counts()
+
+    with_service(tmp_path, steps)
+
+
+def nested(levels: int) -> str:
+    return '{"messages": [{"role": "user", "content": %s}]}' % ("[" * levels + "]" * levels)
+
+
+HOSTILE = {
+    "half a pair in a text": '{"text": "\\ud800"}',
+    "half a pair in labels": '{"text": "a", "labels": {"\\ud800": "b"}}',
+    "half a pair in a message": '{"messages": [{"role": "user", "content": "\\udc00"}]}',
+    "half a pair in a key": '{"text": "a", "\\ud800": 1}',
+    "levels": nested(400),
+    "more levels": nested(2000),
+    "no number": '{"messages": [{"role": "user", "content": NaN}]}',
+    "infinite": '{"text": "a", "not_before": 1e999}',
+    "digits": '{"text": "a", "priority": %s}' % ("9" * 5000),
+    "a password": '{"url": "http://user:secret@a.example/"}',
+    "no host": '{"url": "http:///a"}',
+    "half a host": '{"url": "http://[::1"}',
+    "another scheme": '{"url": "file:///etc/passwd"}',
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_jobs_are_refused_alone(tmp_path, kind) -> None:
+    """With 400 and no word of theirs; whoever is accepted at the same time is accepted.
+
+    Half a pair as in https://github.com/encode/django-rest-framework/issues/7026.
+    """
+
+    async def steps(client, queue):
+        headers = {"Content-Type": "application/json"}
+        one, other = await asyncio.gather(
+            client.post("/v1/jobs", data=HOSTILE[kind], headers=headers), client.post("/v1/jobs", json={"text": "sound"})
+        )
+        told = await one.json()
+        assert (400, {"error", "hint"}, 202) == (one.status, set(told), other.status)
+        assert "secret" not in json.dumps(told)
+        assert {"queued": 1} == queue.counts()
+
+    with_service(tmp_path, steps)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({"Content-Encoding": "gzip"}, b"junk"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(bytes(10_000_000))),
+        ({"Content-Type": "text/plain; charset=utf-16"}, "text".encode("utf-16")),
+        ({"Content-Type": "text/plain; charset=nonsense"}, b"text"),
+    ],
+)
+def test_bodies_that_are_not_what_their_headers_say(tmp_path, headers, body) -> None:
+    """Damaged, larger unpacked than anything may be, or of another encoding: refused."""
+
+    async def steps(client, queue):
+        answer = await client.post("/v1/jobs", data=body, headers={"Content-Type": "text/plain", **headers})
+        assert answer.status in (400, 413)
+        assert {"error", "hint"} == set(await answer.json())
+        assert {} == queue.counts()
+
+    with_service(tmp_path, steps)
+
+
+def test_lines_end_where_json_says(tmp_path) -> None:
+    """Characters that other texts end lines with may be in a string as they are; a mark of the byte order is no text.
+
+    As in https://github.com/datalad/datalad/issues/3523 and https://github.com/wbolster/jsonlines/issues/53.
+    """
+    text = "one\u2028two\u2029three\x85four"
+
+    async def steps(client, queue):
+        lines = json.dumps({"text": text}, ensure_ascii=False) + "\r\n" + json.dumps({"text": "b"})
+        answer = await client.post("/v1/jobs", data=lines.encode(), headers={"Content-Type": "application/jsonl"})
+        assert (202, 2) == (answer.status, len((await answer.json())["jobs"]))
+        assert text == queue.claim().request.text
+        queue.claim()
+        await client.post("/v1/jobs", data=b"\xef\xbb\xbfc", headers={"Content-Type": "text/plain"})
+        assert "c" == queue.claim().request.text
+
+    with_service(tmp_path, steps)
+
+
+@pytest.mark.parametrize("source", ["http://user:secret@a.example/list", "http://[::1", "http:///x", "/etc/passwd"])
+def test_watches_that_are_none(tmp_path, source) -> None:
+    """A password would be shown to whoever lists watches."""
+
+    async def steps(client, _queue):
+        answer = await client.post("/v1/watches", json={"name": "a", "kind": "list", "source": source})
+        told = await answer.text()
+        assert (400, False) == (answer.status, "secret" in told)
 
     with_service(tmp_path, steps)
 

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import tracemalloc
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -16,6 +17,7 @@ import urllib3
 from kvcdn.errors import KvcdnError, NotFoundError, UsageError
 from kvcdn.model.load import load_model
 from kvcdn.model.tokens import encode_text
+from kvcdn.origin import watch_sources
 from kvcdn.origin.catalog import list_published
 from kvcdn.origin.fetching import Validators, fetch_bytes, resolve_public
 from kvcdn.origin.jobs import JobState
@@ -429,6 +431,7 @@ HOSTILE = {
     "entities": '<!DOCTYPE a [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><urlset><url><loc>&b;</loc></url></urlset>',
     "external": '<!DOCTYPE a [<!ENTITY a SYSTEM "file:///etc/passwd">]><urlset><url><loc>&a;</loc></url></urlset>',
     "type": '<!DOCTYPE a SYSTEM "http://127.0.0.1/x"><urlset/>',
+    "levels": "<a>" * 1000,
     "cut": "<urlset><url><loc>http://a/b</loc>",
     "text": "no XML at all",
     "nothing": "",
@@ -449,6 +452,35 @@ def test_a_sitemap_that_unpacks_to_more_than_it_may() -> None:
         list(read_sitemap(gzip.compress(bytes(MAX_LISTING_BYTES + 1)), "sitemap.xml"))
     with pytest.raises(UsageError, match="damaged"):
         list(read_sitemap(b"\x1f\x8bjunk", "sitemap.xml"))
+
+
+@pytest.mark.parametrize("text", ["<urlset>{}</urlset>", "<urlset><url>{}</url></urlset>"])
+def test_a_sitemap_of_countless_elements(text, monkeypatch) -> None:
+    """Those that are nothing are not kept, and are passed over up to a bound."""
+    data = text.format("<a/>" * 200_000).encode()
+    list(read_sitemap(b"<urlset/>", "sitemap.xml"))  # loads what it needs
+    tracemalloc.start()
+    try:
+        assert [] == list(read_sitemap(data, "sitemap.xml"))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 4 << 20
+    monkeypatch.setattr(watch_sources, "MAX_ELEMENTS", 1000)
+    with pytest.raises(UsageError, match="elements"):
+        list(read_sitemap(data, "sitemap.xml"))
+
+
+def test_a_list_that_names_more_than_it_may(tmp_path, monkeypatch) -> None:
+    """Documents, or bytes: nothing of it is left out without a word."""
+    monkeypatch.setattr(watch_sources, "MAX_DOCUMENTS", 10)
+    (tmp_path / "urls").write_text("".join(f"http://a.example/{number}\n" for number in range(11)))
+    source = WatchSource(WatchSettings(name="x", kind="list", source=str(tmp_path / "urls")), here, 1000)
+    with pytest.raises(UsageError, match="more than"):
+        source.documents()
+    monkeypatch.setattr(watch_sources, "MAX_LISTING_BYTES", 100)
+    with pytest.raises(UsageError, match="larger"):
+        source.documents()
 
 
 @pytest.mark.parametrize("kind", ["list", "sitemap"])

@@ -171,7 +171,7 @@ def _contents(document: Document, *, chat: bool) -> list[dict[str, Any]]:
     if not document.name.endswith(".jsonl"):
         return [{"text": document.text}]
     try:
-        lines = [json.loads(line) for line in document.text.splitlines() if line.strip()]
+        lines = [json.loads(line) for line in document.text.split("\n") if line.strip()]
     except (ValueError, RecursionError):
         raise UsageError(f"{document.name} is not JSON, a line each") from None
     if not all(isinstance(line, dict) for line in lines):

@@ -149,12 +149,14 @@ class S3Store:
                     return True
                 except self._client.exceptions.ClientError as error:
                     outcome = refusal(error)
-                    # The retry of a request whose reply was lost meets the object, or finds the upload already completed.
-                    if outcome in (Refusal.EXISTS, Refusal.MISSING) and was_retried(error) and self._holds(key, pieces):
+                    # The retry of a request whose reply was lost meets the object, or finds the upload already completed; of
+                    # a completion, somebody between us and the server may have retried.
+                    again = outcome is Refusal.MISSING or (outcome is Refusal.EXISTS and was_retried(error))
+                    if again and self._holds(key, pieces):
                         return True
                     if outcome is Refusal.EXISTS:
                         return False
-                    if outcome is not Refusal.CONFLICT or attempt == CONFLICT_ATTEMPTS:
+                    if outcome not in (Refusal.CONFLICT, Refusal.DAMAGED) or attempt == CONFLICT_ATTEMPTS:
                         raise
             pause(attempt)
         raise AssertionError("the last attempt returns or raises")

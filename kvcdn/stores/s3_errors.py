@@ -35,24 +35,22 @@ class Refusal(Enum):
     MISSING = "missing"
     EXISTS = "exists"
     CONFLICT = "conflict"
+    DAMAGED = "damaged"
+    """What arrived is not what was sent: it may arrive the next time."""
     RANGE = "range"
     OTHER = "other"
 
 
+_REFUSALS = {404: Refusal.MISSING, 409: Refusal.CONFLICT, 412: Refusal.EXISTS, 416: Refusal.RANGE}
+_DAMAGED = ("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch")
+
+
 def refusal(error: Any) -> Refusal:
     """What a botocore ClientError says. A missing bucket is MISSING only to a HEAD, which has no body that could tell."""
-    match _status(error), _code(error):
-        case _, "NoSuchBucket":
-            return Refusal.OTHER
-        case 404, _:
-            return Refusal.MISSING
-        case 412, _:
-            return Refusal.EXISTS
-        case 409, _:
-            return Refusal.CONFLICT
-        case 416, _:
-            return Refusal.RANGE
-    return Refusal.OTHER
+    code = _code(error)
+    if code in _DAMAGED:
+        return Refusal.DAMAGED
+    return Refusal.OTHER if code == "NoSuchBucket" else _REFUSALS.get(_status(error), Refusal.OTHER)
 
 
 def was_retried(error: Any) -> bool:
