@@ -14,11 +14,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from kvcdn.access.tasks import beside
 from kvcdn.edge.origins import Origin, Origins, close_pieces
 from kvcdn.edge.outcome import Refusal
 from kvcdn.edge.staging import FOLDER_MODE, sync_folder
 from kvcdn.edge.target import ObjectName
-from kvcdn.edge.tasks import beside
 from kvcdn.edge.threads import in_thread
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UntrustedError
 from kvcdn.revocation import (

@@ -16,12 +16,12 @@ from collections.abc import AsyncIterator
 from enum import StrEnum
 from io import FileIO
 
+from kvcdn.access.tasks import beside
 from kvcdn.edge.inspection import BodyCheck, ObjectHead, inspect_head
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.revocations import Revoked
 from kvcdn.edge.storage import DiskCache, Entry, Harm
 from kvcdn.edge.target import ObjectName
-from kvcdn.edge.tasks import beside
 from kvcdn.edge.threads import in_thread
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
 from kvcdn.errors import CorruptError, IntegrityError

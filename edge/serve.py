@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvcdn.access import listening
 from kvcdn.access.guard import read_token
+from kvcdn.access.tasks import beside
 from kvcdn.edge import sockets
 from kvcdn.edge.access import AccessLogger, access_log
 from kvcdn.edge.administration import Administration
@@ -42,7 +43,6 @@ from kvcdn.edge.sending import FileBody
 from kvcdn.edge.settings import ENV_PREFIX, RELOADABLE, EdgeSettings
 from kvcdn.edge.status import Status
 from kvcdn.edge.storage import DiskCache
-from kvcdn.edge.tasks import beside
 from kvcdn.edge.threads import in_thread
 from kvcdn.edge.tracing import Tracing, open_tracing, require_tracing
 from kvcdn.edge.traffic import Traffic

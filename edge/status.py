@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvcdn import __version__
+from kvcdn.access.tasks import beside
 from kvcdn.edge.admission import Admission
 from kvcdn.edge.hot import Heat
 from kvcdn.edge.metrics import Metrics
@@ -19,7 +20,6 @@ from kvcdn.edge.origins import Origin
 from kvcdn.edge.pins import Pins
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import ObjectName
-from kvcdn.edge.tasks import beside
 from kvcdn.edge.threads import in_thread
 from kvcdn.edge.traffic import OTHER, Sums, Traffic
 

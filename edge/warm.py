@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from kvcdn.access.tasks import beside
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.edge.body import read_fields
 from kvcdn.edge.fetch import Fetcher, Refused
@@ -22,7 +23,6 @@ from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.pins import Pins
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import Kind, ObjectName
-from kvcdn.edge.tasks import beside
 from kvcdn.errors import CorruptError
 from kvcdn.manifest import MAX_MANIFEST_BYTES, open_manifest
 from kvcdn.trail import Trail, current, following

@@ -11,14 +11,16 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 
 from kvcdn.access.grant import Grant, Scope
 from kvcdn.access.guard import Guard
+from kvcdn.access.tasks import beside
 from kvcdn.digest import ModelTag
 from kvcdn.errors import KvcdnError, NotFoundError, UntrustedError, UsageError
 from kvcdn.origin.jobs import Job, JobRequest, JobState, read_request
@@ -320,8 +322,9 @@ def _error(error: KvcdnError, status: int, headers: Mapping[str, str] | None = N
     return web.json_response(value, status=status, headers={"Cache-Control": "no-store", **(headers or {})})
 
 
-@contextlib.asynccontextmanager
-async def forgetting(service: Service, queue: JobQueue, keep_seconds: float, clock: Callable[[], float]) -> AsyncIterator[None]:
+def forgetting(
+    service: Service, queue: JobQueue, keep_seconds: float, clock: Callable[[], float]
+) -> AbstractAsyncContextManager[None]:
     """Forgets jobs that ended long ago while it lasts."""
 
     async def forget() -> None:
@@ -332,10 +335,4 @@ async def forgetting(service: Service, queue: JobQueue, keep_seconds: float, clo
                 log.warning("jobs are not forgotten, which is tried again: %s", error)
             await asyncio.sleep(FORGET_SECONDS)
 
-    task = asyncio.create_task(forget())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    return beside(forget(), "forgetting")

@@ -124,6 +124,10 @@ class Watcher:
         except KvcdnError as error:
             log.warning("the watch %s passes over %s: %s", name, document, error)
             self._book.failed(name, document, str(error))
+        except Exception as error:
+            # Nobody thought of it: those behind it are looked at all the same.
+            log.exception("the watch %s passes over %s", name, document)
+            self._book.failed(name, document, type(error).__name__)
 
     def _take(self, document: str, before: Known | None, seen: Seen) -> None:
         """Submits the document if it is another than before. Raises QueueFullError and other KvcdnErrors."""

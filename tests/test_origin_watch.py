@@ -407,6 +407,26 @@ def test_a_list_of_urls(tmp_path, loaded, site, validators) -> None:
     assert {stage.address(C)} == stage.published()
 
 
+def test_a_document_that_nobody_thought_of_stops_no_other(stage, monkeypatch) -> None:
+    """Whatever looking at one raises, those behind it are looked at, and the watch says which failed."""
+    for name in ("a.txt", "b.txt"):
+        stage.write(name, f"{name} {A}")
+    look = WatchSource.look
+
+    def odd(self, document, known):
+        if document.endswith("a.txt"):
+            raise RecursionError("too deep")
+        return look(self, document, known)
+
+    assert 2 == stage.round()
+    both = stage.published()
+    stage.write("b.txt", C)
+    monkeypatch.setattr(WatchSource, "look", odd)
+    assert 1 == stage.round()
+    assert {*both, stage.address(C)} == stage.published()
+    assert 1 == stage.book.status()[0]["failing"]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_sitemap(tmp_path, loaded, site, packed) -> None:
     """An index of two, packed or not; pages of another host are none of its business."""
