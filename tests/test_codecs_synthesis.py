@@ -188,6 +188,17 @@ def test_unit_is_a_product_of_matrices() -> None:
     assert not whole[:, 70 - TILE :].any()
 
 
+def test_no_matrix_unit_where_another_processor_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system is not asked where numba compiles for another processor, or where there is no such system."""
+    asked = matrixunit.has_matrix_unit.__wrapped__
+    monkeypatch.setattr(matrixunit.ctypes, "CDLL", lambda _: pytest.fail("the system was asked"))
+    with monkeypatch.context() as patch:
+        patch.setenv("NUMBA_CPU_NAME", "haswell")
+        assert not asked()
+    monkeypatch.setattr(matrixunit.sys, "platform", "darwin")
+    assert not asked()
+
+
 def test_plain_loop_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loops are plain functions: uncompiled, they do the same."""
     rng = np.random.default_rng(7)

@@ -32,6 +32,10 @@ NO_USES: Mapping[str, Any] = MappingProxyType({})
 
 _LOG = logging.getLogger(__name__)
 
+_HELPERS: dict[tuple[Any, ...], Any] = {}
+"""What loops call, for numba, by itself and what it calls: loops of several dtypes have most of it in common, and it is most of
+what compiling takes. Kept, so that what it is known by stays its own."""
+
 
 @dataclass(frozen=True)
 class Array:
@@ -51,6 +55,8 @@ class Instructions:
 
     plain: Callable[..., Any]
     build: Callable[[], Any]
+    calls: tuple[Callable[..., Any], ...] = ()
+    """The functions that make the instructions for `build`: with another of them, they are others."""
 
     def __call__(self, *arguments: Any) -> Any:
         return self.plain(*arguments)
@@ -95,11 +101,15 @@ class Loop(Generic[P]):
         plain = cast("FunctionType", self._function)
         used: dict[str, Any] = {}
         for name, one in self._uses.items():
-            if isinstance(one, Instructions):
-                used[name] = one.build()
-            else:
-                helper = cast("FunctionType", one)
-                used[name] = numba.njit(**options)(FunctionType(helper.__code__, {**helper.__globals__, **used}, name))
+            called = {other: used[other] for other in used if isinstance(one, FunctionType) and other in one.__code__.co_names}
+            key = (one, *((other, id(each)) for other, each in called.items()))
+            if key not in _HELPERS:
+                if isinstance(one, Instructions):
+                    _HELPERS[key] = one.build()
+                else:
+                    helper = cast("FunctionType", one)
+                    _HELPERS[key] = numba.njit(**options)(FunctionType(helper.__code__, {**helper.__globals__, **called}, name))
+            used[name] = _HELPERS[key]
         function = FunctionType(plain.__code__, {**plain.__globals__, **used}, self.name)
         function.__qualname__ = self.name
         signature = numba.void(*(_numba_type(numba, one) for one in self._parameters))
@@ -112,7 +122,8 @@ class Loop(Generic[P]):
 
 def _mark(functions: Sequence[Callable[..., Any] | Instructions]) -> str:
     """Digits that tell functions from what they were before a change: of the files, numba looks at the time of one alone."""
-    codes = ((one.build if isinstance(one, Instructions) else one).__code__ for one in functions)
+    plain = [each for one in functions for each in ((one.build, *one.calls) if isinstance(one, Instructions) else (one,))]
+    codes = (cast("FunctionType", one).__code__ for one in plain)
     return hash_bytes(repr([_describe(code) for code in codes]).encode()).hex()[:16]
 
 

@@ -94,10 +94,10 @@ def clear_from(lines: Planes, line: int) -> None:
     lines[LINES + line :] = 0
 
 
-def scale(sums: Ints, line: int, size: int, factor: np.float32, means: Floats, rows: Floats, place: int) -> None:
-    """Writes the numbers of a line of `sums`, of the first `size` columns, into `rows`, from `place` on."""
+def scale(sums: Ints, line: int, factor: np.float32, means: Floats, rows: Floats, place: int) -> None:
+    """Writes the numbers of a line of `sums` into `rows`, from `place` on."""
     above = line + LINES
-    for column in range(size):
+    for column in range(TILE):
         there = np.uintp(place + column)
         rows[line, there] = np.float32(sums[line, column] + (sums[above, column] << 8)) * factor + means[there]
 
@@ -113,16 +113,16 @@ def multiply(  # noqa: PLR0913, PLR0917 - a piece of one loop, over arrays
     means: Floats,
     rows: Floats,
     place: int,
-    width: int,
 ) -> None:
     """The products of columns `begin` to `end` of the first `count` lines with `table`, times each line's factor, plus `means`.
 
-    They go into `rows`, and `sums` is room for them; of means and rows the group's `width` columns begin at `place`.
+    They go into `rows`, and `sums` is room for them; of means and rows the group's columns begin at `place`. Whole tiles are
+    written, the last one as well.
     """
     for tile in range(0, table.shape[1], TILE):
         multiply_bytes(lines, begin, (end - begin) // _DEPTH, table, tile, sums)
         for line in range(count):
-            scale(sums, line, min(TILE, width - tile), factors[line], means, rows, place + tile)
+            scale(sums, line, factors[line], means, rows, place + tile)
 
 
 def _copy_chunk(symbols: Symbols, source: int, lines: Planes, line: int, place: int) -> None:
@@ -223,27 +223,25 @@ class _Unit:
         right = builder.add(first[1], builder.mul(builder.udiv(begin, size(_ENTRY)), steps[1]))
         right = builder.add(right, builder.mul(tile, size(_ENTRY)))
         lower = [builder.add(left, builder.mul(steps[0], size(_SIDE * row))) for row in range(4)]
-        self._call("ldtilecfg", [], [self._configuration()])
+        self.call("ldtilecfg", [], [self.configuration()])
         with cgutils.for_range(builder, size(TILE // _SIDE)) as part:
             for own in range(4):
-                self._call("tilezero", [own])
+                self.call("tilezero", [own])
             place = builder.mul(part.index, size(_DEPTH))
             with cgutils.for_range(builder, units) as unit:
                 skipped = builder.mul(unit.index, builder.mul(steps[1], size(_SIDE)))
-                self._move("tileloadd64", _BASIS, builder.add(builder.add(right, place), skipped), steps[1])
+                self.move("tileloadd64", _BASIS, builder.add(builder.add(right, place), skipped), steps[1])
                 for own in range(4):
                     register = _LEFT + own % 3
-                    self._move(
-                        "tileloadd64", register, builder.add(lower[own], builder.mul(unit.index, size(_DEPTH))), steps[0]
-                    )
+                    self.move("tileloadd64", register, builder.add(lower[own], builder.mul(unit.index, size(_DEPTH))), steps[0])
                     # Lower bytes have no sign, upper ones and the basis have.
-                    self._call("tdpbusd" if own < _LOWER else "tdpbssd", [own, register, _BASIS])
+                    self.call("tdpbusd" if own < _LOWER else "tdpbssd", [own, register, _BASIS])
             target = builder.add(first[2], place)
             for own in range(4):
-                self._move("tilestored64", own, builder.add(target, builder.mul(steps[2], size(_SIDE * own))), steps[2])
-        self._call("tilerelease", [])
+                self.move("tilestored64", own, builder.add(target, builder.mul(steps[2], size(_SIDE * own))), steps[2])
+        self.call("tilerelease", [])
 
-    def _configuration(self) -> Any:
+    def configuration(self) -> Any:
         ir, module = self._ir, self._builder.module
         kind = ir.ArrayType(self._byte, len(_CONFIGURATION))
         name = "kvcdn.tiles"
@@ -254,14 +252,14 @@ class _Unit:
             known.initializer = ir.Constant(kind, bytearray(_CONFIGURATION))
         return self._builder.bitcast(known, self._byte.as_pointer())
 
-    def _move(self, name: str, register: int, address: Any, step: Any) -> None:
-        self._call(name, [register], [self._builder.inttoptr(address, self._byte.as_pointer()), step])
+    def move(self, name: str, register: int, address: Any, step: Any) -> None:
+        self.call(name, [register], [self._builder.inttoptr(address, self._byte.as_pointer()), step])
 
-    def _call(self, name: str, registers: list[int], operands: list[Any] | None = None) -> None:
+    def call(self, name: str, registers: list[int], operands: list[Any] | None = None) -> None:
         ir, module, name = self._ir, self._builder.module, f"llvm.x86.{name}"
         values = [*(ir.Constant(self._byte, register) for register in registers), *(operands or [])]
         kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
         self._builder.call(module.globals.get(name) or ir.Function(module, kind, name), values)
 
 
-multiply_bytes = Instructions(_multiply_bytes, _build)
+multiply_bytes = Instructions(_multiply_bytes, _build, (_Unit.emit, _Unit.configuration, _Unit.move, _Unit.call))

@@ -28,6 +28,7 @@ from kvcdn.codecs.symbols import Symbols
 from kvcdn.codecs.tiles import (
     CHUNK,
     LINES,
+    TILE,
     Ints,
     clear,
     clear_from,
@@ -144,17 +145,17 @@ def _fill_lines(  # noqa: PLR0913, PLR0917 - a piece of one loop, over arrays
             for line in range(low, high):
                 clear(lines, line, place, size)
             continue
-        source, step = starts[level] + before, wide[level]
-        for line in range(low, high):
-            for chunk in range(0, size, CHUNK):
-                copy_chunk(symbols, source + chunk, lines, line, place + chunk)
-            source += step
+        for chunk in range(0, size, CHUNK):
+            source = starts[level] + before + chunk
+            for line in range(low, high):
+                copy_chunk(symbols, source, lines, line, place + chunk)
+                source += wide[level]
 
 
-def _turn(rows: Floats, line: int, dim: int, cosines: Floats, sines: Floats, token: int) -> None:
+def _turn(rows: Floats, line: int, columns: int, dim: int, cosines: Floats, sines: Floats, token: int) -> None:
     """Rotary embedding of one token, as `kvcdn.codecs.rope` has it for all."""
     count = cosines.shape[1]
-    for head in range(0, rows.shape[1], dim):
+    for head in range(0, columns, dim):
         for pair in range(count):
             first, second = np.uintp(head + pair), np.uintp(head + count + pair)
             left, right = rows[line, first], rows[line, second]
@@ -162,9 +163,9 @@ def _turn(rows: Floats, line: int, dim: int, cosines: Floats, sines: Floats, tok
             rows[line, second] = right * cosines[token, pair] + left * sines[token, pair]
 
 
-def _turn_interleaved(rows: Floats, line: int, dim: int, cosines: Floats, sines: Floats, token: int) -> None:
+def _turn_interleaved(rows: Floats, line: int, columns: int, dim: int, cosines: Floats, sines: Floats, token: int) -> None:
     """That, of pairs of neighbours."""
-    for head in range(0, rows.shape[1], dim):
+    for head in range(0, columns, dim):
         for pair in range(cosines.shape[1]):
             first, second = np.uintp(head + 2 * pair), np.uintp(head + 2 * pair + 1)
             left, right = rows[line, first], rows[line, second]
@@ -217,9 +218,10 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
     order, first = _sort_tokens(exponents, many)
     runs, ends, table = _arrange(levels, matrices, many)
     lines, sums = make_lines(int(ends[groups]) + CHUNK), make_sums()
-    rows, scaled = np.empty((LINES, columns), np.float32), np.empty(LINES, np.float32)
-    bits = rows.view(np.uint32)
-    means = mean.reshape(columns)
+    # With room for a tile behind a group: what is written there is the next group's, or nothing.
+    rows, scaled = np.empty((LINES, columns + TILE), np.float32), np.empty(LINES, np.float32)
+    bits, means = rows.view(np.uint32), np.zeros(columns + TILE, np.float32)
+    means[:columns] = mean.reshape(columns)
     for begin in range(0, tokens, LINES):
         count = min(LINES, tokens - begin)
         low = 0
@@ -233,14 +235,14 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
         for group in range(groups):
             for line in range(count):
                 scaled[line] = factors[exponents[order[begin + line]] + MOST_EXPONENT] * scales[group]
-            multiply(lines, count, ends[group], ends[group + 1], table, sums, scaled, means, rows, group * width, width)
+            multiply(lines, count, ends[group], ends[group + 1], table, sums, scaled, means, rows, group * width)
         for line in range(count):
             token = order[begin + line]
             if interleaved:
-                _turn_interleaved(rows, line, mean.shape[1], cosines, sines, token)
+                _turn_interleaved(rows, line, columns, mean.shape[1], cosines, sines, token)
             else:
-                _turn(rows, line, mean.shape[1], cosines, sines, token)
-            _round_row(rows[line], bits[line], out, token)
+                _turn(rows, line, columns, mean.shape[1], cosines, sines, token)
+            _round_row(rows[line][:columns], bits[line][:columns], out, token)
 
 
 _round_row = ROUNDERS["bfloat16"]

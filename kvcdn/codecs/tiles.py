@@ -88,9 +88,9 @@ def list_pairs(pairs: Ints, line: int, begin: int, end: int, which: Ints) -> int
     return found
 
 
-def scale(sums: Ints, line: int, size: int, factor: np.float32, means: Floats, rows: Floats, place: int) -> None:
-    """Writes the numbers of a line of `sums`, of the first `size` columns, into `rows`, from `place` on."""
-    for column in range(size):
+def scale(sums: Ints, line: int, factor: np.float32, means: Floats, rows: Floats, place: int) -> None:
+    """Writes the numbers of a line of `sums` into `rows`, from `place` on."""
+    for column in range(TILE):
         there = np.uintp(place + column)
         rows[line, there] = np.float32(sums[line, column]) * factor + means[there]
 
@@ -106,11 +106,11 @@ def multiply(  # noqa: PLR0913, PLR0917 - a piece of one loop, over arrays
     means: Floats,
     rows: Floats,
     place: int,
-    width: int,
 ) -> None:
     """The products of columns `begin` to `end` of the first `count` lines with `table`, times each line's factor, plus `means`.
 
-    They go into `rows`, and `sums` is room for them; of means and rows the group's `width` columns begin at `place`.
+    They go into `rows`, and `sums` is room for them; of means and rows the group's columns begin at `place`. Whole tiles are
+    written, the last one as well.
     """
     pairs = lines.view(np.int32)
     which, found = np.empty((LINES, (end - begin) // 2 + 1), np.int32), np.empty(LINES, np.int64)
@@ -123,7 +123,7 @@ def multiply(  # noqa: PLR0913, PLR0917 - a piece of one loop, over arrays
             else:
                 sums[line : line + ABREAST] = 0
         for line in range(count):
-            scale(sums, line, min(TILE, width - tile), factors[line], means, rows, place + tile)
+            scale(sums, line, factors[line], means, rows, place + tile)
 
 
 def _multiply_tile(which: Ints, count: int, pairs: Ints, line: int, table: Ints, tile: int, sums: Ints) -> None:
@@ -225,7 +225,7 @@ def _emit(builder: Any, kind: tuple[int, str, int], count: Any, addresses: list[
             builder.store(new[own][one], at(out, offset, sums), align=_ENTRY)
 
 
-multiply_tile = Instructions(_multiply_tile, _build)
+multiply_tile = Instructions(_multiply_tile, _build, (_vectors, _emit))
 
 
 CHUNK = 16

@@ -35,7 +35,8 @@ _PLAIN_FLAGS = 0x95
 _ZSTD_CODE = 5
 _LEVEL = 1
 _BLOCK_BYTES = 1 << 16
-"""A block and what it decodes to stay in a core's cache."""
+"""A block and what it decodes to stay in a core's cache. Half of it, as blosc2 has, makes two blocks of a usual tensor's codes:
+a tenth slower to decode, and no smaller."""
 
 
 def encode_blocks(raw: Buffer) -> bytes | None:
