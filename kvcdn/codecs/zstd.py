@@ -36,7 +36,7 @@ _ZSTD_CODE = 5
 _LEVEL = 1
 _BLOCK_BYTES = 1 << 16
 """A block and what it decodes to stay in a core's cache. Half of it, as blosc2 has, makes two blocks of a usual tensor's codes:
-a tenth slower to decode, and no smaller."""
+a tenth slower to decode, and of nearly the same size."""
 
 
 def encode_blocks(raw: Buffer) -> bytes | None:
