@@ -11,6 +11,7 @@ import os
 import select
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,11 @@ from kvcdn.errors import UnavailableError
 
 HEAD_BUFFER_BYTES = 8192
 """Read at once while an answer's head is parsed; bodies are received into place."""
+
+GATHER_BYTES = 128 * 1024
+GATHER_SECONDS = 0.05
+"""Who waits for a body is woken when so much has come, or after so long. On a link of 200 Mbit/s half of the processor time of
+a fetch was waking up, for 60 KB each, and a model that computes beside it loses twice as much."""
 
 
 class BrokenError(UnavailableError):
@@ -151,7 +157,7 @@ class Wire(io.RawIOBase):
             except (BlockingIOError, ssl.SSLWantReadError):
                 if self._only_looking:
                     return None
-                self._wait(select.POLLIN)
+                self._wait(select.POLLIN, len(buffer) if self.due is None else 0)
             except ssl.SSLWantWriteError:
                 self._wait(select.POLLOUT)
             except OSError as error:
@@ -199,20 +205,34 @@ class Wire(io.RawIOBase):
 
     # -- waiting ----------------------------------------------------------------------------------------------------------
 
-    def _wait(self, event: int) -> None:
-        """Until the socket is ready for `event`. Raises BrokenError where that takes too long, StoppedError where told to."""
+    def _wait(self, event: int, wanted: int = 0) -> None:
+        """Until the socket is ready for `event`. Raises BrokenError where that takes too long, StoppedError where told to.
+
+        A little longer where more is `wanted` than has come.
+        """
         self._check_abort()
         began = self._patience.clock()
         limit = self._patience.silence(choice=self.choice)
         if self.due is not None:
             limit = max(min(limit, self.due - began), 0.0)
         self._poll.register(self._sock, event)
-        ready = self._poll.poll(limit * 1000)
+        ready = self._gather(min(wanted, GATHER_BYTES), min(limit, GATHER_SECONDS)) if wanted else []
+        ready = ready or self._poll.poll(limit * 1000)
         self._check_abort()
         if not ready:
             self._patience.check()
             raise BrokenError(f"{self._name} gives no answer in time")
         self._count_wait(self._patience.clock() - began)
+
+    def _gather(self, count: int, seconds: float) -> list[tuple[int, int]]:
+        """What poll gives once `count` bytes have come, the end, or nothing in so long."""
+        if sys.platform != "linux" or isinstance(self._sock, ssl.SSLSocket):
+            return []  # what TLS has to give is not what has come
+        try:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+            return self._poll.poll(seconds * 1000)
+        finally:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _count_wait(self, seconds: float) -> None:
         """Raises BrokenError where what has come during all waits together is as good as nothing."""

@@ -7,12 +7,14 @@ import math
 import random
 import socket
 import struct
+import sys
 import threading
 import time
 
 import pytest
 
-from kvcdn.client import edges, patience, tries
+from kvcdn.client import edges, patience, tries, wire
+from kvcdn.client.exchange import Exchange
 from kvcdn.client.source import probe_lead
 from kvcdn.client.transport import EdgeSource, StoreSource
 from kvcdn.digest import Digest, ModelTag
@@ -623,6 +625,49 @@ def test_a_sick_edge_delays_a_prompt_by_a_bounded_time():
     assert budget.budget.sick_left() < 0.1
     # Each asks once. Of retries, which cost 0.2 s and more, all ten together have two.
     assert len(server.requests) <= 10 + 2
+
+
+def test_a_reader_gets_what_has_come_where_more_does_not(patient):
+    """Who waits is woken for much at once; what he asked for he gets all the same, while the rest is held back."""
+    read = threading.Event()
+
+    def answer(number, head, client):
+        whole = right_answer(head, DATA)
+        client.sendall(whole[: len(whole) - len(DATA) + CUT])
+        assert read.wait(WAIT_SECONDS)
+        client.sendall(DATA[CUT:])
+        return True
+
+    with scripted(answer) as server, contextlib.closing(patient(server.url)) as source:
+        reader = source.open(KEY, ranged=False)
+        assert DATA[:CUT] == b"".join(bytes(reader.read_exact(CUT // 100)) for _ in range(100))
+        read.set()
+        assert DATA[CUT:] == bytes(reader.read_exact(len(DATA) - CUT))
+        assert reader.at_end()
+        reader.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere who waits is woken for every packet")
+def test_a_body_that_comes_in_crumbs_is_received_at_once(patient, monkeypatch):
+    """Its reader is not woken for each of them."""
+    monkeypatch.setattr(wire, "GATHER_SECONDS", WAIT_SECONDS)
+    small, received = DATA[: wire.GATHER_BYTES], []
+    receive = Exchange.receive
+    monkeypatch.setattr(Exchange, "receive", lambda self, view: received.append(receive(self, view)) or received[-1])
+
+    def answer(number, head, client):
+        whole = right_answer(head, small)
+        for start in range(0, len(whole), 1024):
+            client.sendall(whole[start : start + 1024])
+            time.sleep(0.002)
+        return True
+
+    with scripted(answer) as server, contextlib.closing(patient(server.url)) as source:
+        reader = source.open(KEY, ranged=False)
+        assert small == bytes(reader.read_exact(len(small)))
+        reader.close()
+    # With the head, what had come by then, and all that followed; the system may find its buffer full of crumbs before.
+    assert (len(small), True) == (sum(received), len(received) < len(small) // 1024 // 4)
 
 
 def test_what_a_reader_does_between_two_reads_is_no_time_lost(store):

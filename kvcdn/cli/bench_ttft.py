@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvcdn.cli.machine import machine, spread
 from kvcdn.cli.options import quiet_libraries
 from kvcdn.cli.rig import QUESTION, Rig, running_rig
-from kvcdn.cli.stock import floor_answer, stock_answer
+from kvcdn.cli.stock import StockAnswer, floor_answer, stock_answer
 from kvcdn.client import Client
 from kvcdn.codecs.compiled import wait_until_compiled
 from kvcdn.errors import KvcdnError
@@ -45,10 +45,10 @@ def measure_ttft(
 ) -> dict[str, Any]:
     """The rows of `kvcdn bench ttft --json`; times are medians in seconds, sizes in bytes.
 
-    Each round takes stock prefill, edge, local store and floor in turn, the floor from token ids and a cache in memory, the
-    others from the text. `wire_bytes` are object bytes fetched in one edge run, without HTTP's own. `local_first_s` is what a
-    process needs to check and map what another has kept, `local_again_s` for each further prompt. `client_cpu_s_per_gb` is the
-    client's processor time for a fetch, by the bytes fetched.
+    Each round takes stock prefill, edge, local store and floor in turn, beginning with another: the floor from token ids and
+    a cache in memory, the others from the text. `wire_bytes` are object bytes fetched in one edge run, without HTTP's own.
+    `local_first_s` is what a process needs to check and map what another has kept, `local_again_s` for each further prompt.
+    `client_cpu_s_per_gb` is the client's processor time for a fetch, by the bytes fetched.
     """
     with running_rig(model, document, tokens, progress, device=device) as rig:
         tell("a first fetch, in a process of its own, to see how much memory it takes")
@@ -62,18 +62,25 @@ def measure_ttft(
         samples: dict[str, list[float]] = {"prefill": [], "edge": [], "local": [], "floor": []}
         firsts: set[tuple[int, ...]] = set()
         reports, cpu_s_per_gb = [], []
+        ids = tuple(prepared.input_ids[0].tolist())
+        ways: dict[str, Callable[[], Answer | StockAnswer]] = {
+            "prefill": lambda: stock_answer(rig.client, rig.document, QUESTION, 1),
+            "edge": lambda: edge_answer(rig),
+            "local": lambda: local_answer(rig),
+            "floor": lambda: floor_answer(rig.client, ids, _copy_cache(rig, prepared), 1),
+        }
         for run in range(runs):
             tell(f"round {run + 1} of {runs}")
-            stock = stock_answer(rig.client, rig.document, QUESTION, 1)
-            answer = edge_answer(rig)
-            local = local_answer(rig)
-            floor = floor_answer(rig.client, tuple(prepared.input_ids[0].tolist()), _copy_cache(rig, prepared), 1)
-            samples["prefill"].append(stock.first_token_s)
-            samples["edge"].append(answer.report.seconds["first_token"])
-            samples["local"].append(local.report.seconds["first_token"])
-            samples["floor"].append(floor.first_token_s)
-            firsts |= {stock.token_ids, answer.token_ids, local.token_ids, floor.token_ids}
-            reports.append(answer.report)
+            # Each begins a round in its turn: what follows a long prefill finds nothing of its own in the processor's caches.
+            names = list(ways)[run % len(ways) :] + list(ways)[: run % len(ways)]
+            for name in names:
+                answer = ways[name]()
+                samples[name].append(
+                    answer.first_token_s if isinstance(answer, StockAnswer) else answer.report.seconds["first_token"]
+                )
+                firsts.add(answer.token_ids)
+                if name == "edge" and not isinstance(answer, StockAnswer):
+                    reports.append(answer.report)
             cpu_s_per_gb.append(fetch_cpu_s_per_gb(rig))
         tell("prefilling once more on the publisher's schedule, to compare every bit")
         prefill, edge, local_s, floor_s = (statistics.median(values) for values in samples.values())
