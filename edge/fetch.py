@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from threading import Event
 
@@ -291,27 +292,28 @@ class Fetcher:
         return None
 
     async def _receive(self, fill: Fill, limit: asyncio.Timeout) -> None:
-        arrival = await in_thread(Arrival.begin, self._sources(fill), fill.name, self._revoked.trust, self._count)
+        begin = partial(Arrival.begin, self._sources(fill), fill.name, self._revoked.trust, self._count)
+        arrival, early = await self._lodgings.receive(fill.name, begin)
         fill.publisher, fill.tokens = arrival.head.publisher, arrival.head.tokens
         fill.giver = arrival.origin.giver
         limit.reschedule(asyncio.get_running_loop().time() + arrival.deadline - time.monotonic() + HANG_SECONDS)
         try:
             # Whoever had to ask the origin keeps what it got, as no peer gave it.
             fill.guest = not arrival.origin.authority and not self._keeps(fill.name.key)
-            lodging = await self._lodgings.find(fill.name, arrival.head.size, guest=fill.guest)
+            lodging = await self._lodgings.find(fill.name, arrival.head.size, guest=fill.guest, early=early)
         except BaseException:
             arrival.abandon()
             raise
         refusal = fill.refusal or self._revoked.refusal(fill.name, fill.publisher)
         if refusal is not None:
             arrival.abandon()
-            lodging.staging.discard()
-            self._lodgings.give_back(lodging)
+            self._lodgings.leave(lodging)
             raise BrokenFillError(refusal)
         fill.open(lodging.staging.spool, arrival.head.size, arrival.head.etag, arrival.deadline, stored=lodging.stored)
         # The thread would take turns with the loop from now on: who waits for the head of the answer has it first.
         for _ in range(HEAD_TURNS):
             await asyncio.sleep(0)
+        self._lodgings.clear()
         landing = asyncio.ensure_future(in_thread(_land, arrival, lodging.staging, self._stopping, fill, _told(fill)))
         landing.add_done_callback(lambda done: self._landed(fill, lodging, done))
         try:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
-from kvcdn.store import STREAM_CHUNK_BYTES
+from kvcdn.store import FIRST_BYTES, STREAM_CHUNK_BYTES
 from kvcdn.stores import body, http
 from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore
@@ -225,7 +225,7 @@ def test_first_pieces_are_small():
     size = 3 << 20
     came = body.Body(read, lambda: None, 0, size, "")
     assert size == len(b"".join(body.resumed(came, Span(0, None), lambda _: came, "an object")))
-    assert [body.FIRST_BYTES, body.FIRST_BYTES, STREAM_CHUNK_BYTES] == asked[:3]
+    assert [FIRST_BYTES, FIRST_BYTES, STREAM_CHUNK_BYTES] == asked[:3]
 
 
 def test_body_that_is_always_cut(link: FaultyLink, monkeypatch: pytest.MonkeyPatch):
