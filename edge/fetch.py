@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from kvcdn.edge.arrival import FILL_SECONDS, Arrival
 from kvcdn.edge.fill import Fill
 from kvcdn.edge.fill_lock import FillState
 from kvcdn.edge.guests import CAPACITY_SHARE, Guests
-from kvcdn.edge.inspection import ObjectHead, inspect_head
+from kvcdn.edge.inspection import inspect_file
 from kvcdn.edge.lodging import Lodging, Lodgings
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
@@ -37,9 +36,7 @@ from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.edge.tracing import SpanKind, Tracing, begin
 from kvcdn.edge.usage import EdgeUsage
-from kvcdn.envelope import MAX_ENVELOPE_BYTES
-from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, UnavailableError
-from kvcdn.signing import TrustList
+from kvcdn.errors import IntegrityError, KvcdnError, UnavailableError
 
 RUNNING_FILLS = 8
 """Fills that run at once. Each holds two or three pieces of a megabyte; eight fill any link from one origin."""
@@ -189,7 +186,7 @@ class Fetcher:
         try:
             while True:
                 trust = self._revoked.trust
-                head = await in_thread(_check_file, name, opened, trust)
+                head = await in_thread(inspect_file, name, opened.file, opened.entry.size, trust)
                 if trust is self._revoked.trust:
                     break
         except (IntegrityError, OSError) as error:
@@ -388,10 +385,3 @@ def _told(fill: Fill) -> Callable[[int], None]:
             loop.call_soon_threadsafe(fill.advance, verified)
 
     return tell
-
-
-def _check_file(name: ObjectName, opened: OpenEntry, trust: TrustList | None) -> ObjectHead:
-    head = inspect_head(name, os.pread(opened.file.fileno(), MAX_ENVELOPE_BYTES, 0), trust)
-    if head.size != opened.entry.size:
-        raise CorruptError(f"{name}: the file has {opened.entry.size} bytes, its header says {head.size}")
-    return head
