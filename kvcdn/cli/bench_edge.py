@@ -41,6 +41,8 @@ COLD_OBJECTS = 40
 
 SLOW_READ_BYTES = 64 * 1024
 
+POLL_SECONDS = 0.05
+
 Tell = Callable[[str], None]
 
 
@@ -88,6 +90,9 @@ def _compare(block: BenchObject, connections: int, sizes: Sizes, edge: str, ngin
     """Warm hits of one object from both, alternating."""
     for url in (edge, nginx):
         _ask(url, block, 1, 0.0)
+    # The last byte is here before the disk has made the object durable, and until then there are no hits.
+    while _metric(edge, "kvcdn_edge_fills_running"):
+        time.sleep(POLL_SECONDS)
     loaded: dict[str, list[Loaded]] = {edge: [], nginx: []}
     for number in range(sizes.rounds):
         for url in (edge, nginx) if number % 2 else (nginx, edge):

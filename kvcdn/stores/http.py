@@ -22,6 +22,7 @@ from kvcdn.digest import Buffer
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.store import BlobInfo, check_key
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
+from kvcdn.stores.heads import bound_heads
 from kvcdn.stores.span import Span, begun, nothing
 
 CONNECT_SECONDS = 5.0
@@ -262,15 +263,18 @@ def _pool(base: str, patience: Patience) -> tuple[urllib3.PoolManager | urllib3.
     proxy = getproxies().get(parts.scheme.lower())
     if proxy is None or is_loopback(host) or proxy_bypass(host):
         # The one host's pool itself: to be told anew with each request which it is costs as much as to send the request.
-        pool = urllib3.PoolManager(maxsize=CONNECTIONS, timeout=timeout).connection_from_url(base)
-        return pool, (urllib3.util.parse_url(base).path or "").rstrip("/")
+        pools = urllib3.PoolManager(maxsize=CONNECTIONS, timeout=timeout)
+        bound_heads(pools)
+        return pools.connection_from_url(base), (urllib3.util.parse_url(base).path or "").rstrip("/")
     try:
         user = urlsplit(proxy)
         login = f"{user.username}:{user.password or ''}" if user.username else None
         headers = urllib3.make_headers(proxy_basic_auth=login)
-        return urllib3.ProxyManager(proxy, maxsize=CONNECTIONS, timeout=timeout, proxy_headers=headers), base
+        proxies = urllib3.ProxyManager(proxy, maxsize=CONNECTIONS, timeout=timeout, proxy_headers=headers)
     except (ValueError, LocationParseError):
         raise UsageError("the proxy that the environment names is not a URL", hint="see HTTPS_PROXY and HTTP_PROXY") from None
+    bound_heads(proxies)
+    return proxies, base
 
 
 def is_loopback(host: str) -> bool:
