@@ -26,8 +26,8 @@ from kvcdn.edge.threads import in_thread
 from kvcdn.errors import CorruptError, IntegrityError
 
 PIECES_PER_SECOND = 20
-"""Reads in which a second's worth of bytes is done. At the usual rate each takes some 0.15 ms of a core, and as much on the way to
-a thread; with four a second, of 0.7 to 1.6 ms each, one in a hundred first bytes came later."""
+"""Reads in which a second's worth of bytes is done. At the usual rate each takes some 0.15 ms of a core, and as much on the way
+to a thread; with four a second, of 0.7 to 1.6 ms each, one in a hundred first bytes came later."""
 
 MIN_PIECE_BYTES = 64 * 1024
 
