@@ -278,7 +278,8 @@ class Edge:
         except UnavailableError as error:
             note = replace(note, asked=len(asked.keys), evicted=self._cache.has_evicted(asked.keys[0]))
             note = replace(note, reason=Reason.ORIGIN_UNAVAILABLE)
-            return PlainResponse.line(note, 504, str(error), {})
+            said = {"Cache-Status": cache_status(CacheOutcome.REFUSED, Reason.ORIGIN_UNAVAILABLE)}
+            return PlainResponse.line(note, 504, str(error), {**said, "Retry-After": str(RETRY_SECONDS)})
         detail = {} if result.complete else {"Cache-Status": cache_status(CacheOutcome.HIT, Reason.ORIGIN_UNAVAILABLE)}
         matched = len(result.sizes)
         last = asked.keys[matched - 1] if matched else ""

@@ -26,6 +26,9 @@ async def read_body(request: web.BaseRequest, note: Note) -> bytes | PlainRespon
             body = await _read(request)
     except TimeoutError:
         return _close(PlainResponse.line(note, 408, f"the body did not come within {BODY_SECONDS:.0f} s", {}))
+    except ConnectionError:
+        # Nobody is left to read this; it is the log's.
+        return _close(PlainResponse.line(note, 400, "the body broke off", {}))
     if body is None:
         return _close(PlainResponse.line(note, 413, f"a body has at most {MAX_BODY_BYTES} bytes", {}))
     return body

@@ -63,6 +63,17 @@ class Eviction:
         self.reserved += room
         return victims
 
+    def set_aside(self, size: int) -> bool:
+        """Sets room for `size` bytes aside where that takes no victim; whether it did."""
+        room = charge(size)
+        fits = self.used + self.reserved + room <= self.capacity
+        self.reserved += room if fits else 0
+        return fits
+
+    def clear(self, size: int) -> list[str]:
+        """Victims whose going lets `size` bytes be set aside, as far as any may go."""
+        return self._evict(charge(size))
+
     def commit(self, key: str, size: int, seconds: float) -> None:
         """Turns a reservation into an object."""
         self.release(size)

@@ -31,6 +31,7 @@ from kvcdn.edge.storage import DiskCache, Entry, Harm
 from kvcdn.edge.target import ObjectName, short_of
 from kvcdn.edge.traffic import Traffic
 from kvcdn.edge.usage import EdgeUsage
+from kvcdn.edge.wellformed import HOST
 from kvcdn.errors import UntrustedError
 from kvcdn.trail import REQUEST_ID, Trail, following
 
@@ -229,7 +230,7 @@ class Express:
             if match is None or (name := match[1].decode("ascii").lower()) in seen:
                 raise ValueError("a field that may say something")
             seen[name] = (match[2] or b"").decode("ascii")
-        if "host" not in seen or seen.get("connection", "keep-alive").lower() != "keep-alive":
+        if not HOST.fullmatch(seen.get("host", " ")) or seen.get("connection", "keep-alive").lower() != "keep-alive":
             raise ValueError("not the usual connection")
         found = _Fields(*map(seen.get, _NAMES))
         if not any(found[2:]):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from threading import Event
 
@@ -22,7 +22,7 @@ from kvcdn.edge.arrival import FILL_SECONDS, Arrival
 from kvcdn.edge.fill import Fill
 from kvcdn.edge.fill_lock import FillState
 from kvcdn.edge.guests import CAPACITY_SHARE, Guests
-from kvcdn.edge.inspection import ObjectHead, inspect_head
+from kvcdn.edge.inspection import inspect_file
 from kvcdn.edge.lodging import Lodging, Lodgings
 from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.metrics import Metrics
@@ -36,9 +36,7 @@ from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
 from kvcdn.edge.tracing import SpanKind, Tracing, begin
 from kvcdn.edge.usage import EdgeUsage
-from kvcdn.envelope import MAX_ENVELOPE_BYTES
-from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, UnavailableError
-from kvcdn.signing import TrustList
+from kvcdn.errors import IntegrityError, KvcdnError, UnavailableError
 
 RUNNING_FILLS = 8
 """Fills that run at once. Each holds two or three pieces of a megabyte; eight fill any link from one origin."""
@@ -188,7 +186,7 @@ class Fetcher:
         try:
             while True:
                 trust = self._revoked.trust
-                head = await in_thread(_check_file, name, opened, trust)
+                head = await in_thread(inspect_file, name, opened.file, opened.entry.size, trust)
                 if trust is self._revoked.trust:
                     break
         except (IntegrityError, OSError) as error:
@@ -291,27 +289,28 @@ class Fetcher:
         return None
 
     async def _receive(self, fill: Fill, limit: asyncio.Timeout) -> None:
-        arrival = await in_thread(Arrival.begin, self._sources(fill), fill.name, self._revoked.trust, self._count)
+        begin = partial(Arrival.begin, self._sources(fill), fill.name, self._revoked.trust, self._count)
+        arrival, early = await self._lodgings.receive(fill.name, begin)
         fill.publisher, fill.tokens = arrival.head.publisher, arrival.head.tokens
         fill.giver = arrival.origin.giver
         limit.reschedule(asyncio.get_running_loop().time() + arrival.deadline - time.monotonic() + HANG_SECONDS)
         try:
             # Whoever had to ask the origin keeps what it got, as no peer gave it.
             fill.guest = not arrival.origin.authority and not self._keeps(fill.name.key)
-            lodging = await self._lodgings.find(fill.name, arrival.head.size, guest=fill.guest)
+            lodging = await self._lodgings.find(fill.name, arrival.head.size, guest=fill.guest, early=early)
         except BaseException:
             arrival.abandon()
             raise
         refusal = fill.refusal or self._revoked.refusal(fill.name, fill.publisher)
         if refusal is not None:
             arrival.abandon()
-            lodging.staging.discard()
-            self._lodgings.give_back(lodging)
+            self._lodgings.leave(lodging)
             raise BrokenFillError(refusal)
         fill.open(lodging.staging.spool, arrival.head.size, arrival.head.etag, arrival.deadline, stored=lodging.stored)
         # The thread would take turns with the loop from now on: who waits for the head of the answer has it first.
         for _ in range(HEAD_TURNS):
             await asyncio.sleep(0)
+        self._lodgings.clear()
         landing = asyncio.ensure_future(in_thread(_land, arrival, lodging.staging, self._stopping, fill, _told(fill)))
         landing.add_done_callback(lambda done: self._landed(fill, lodging, done))
         try:
@@ -386,10 +385,3 @@ def _told(fill: Fill) -> Callable[[int], None]:
             loop.call_soon_threadsafe(fill.advance, verified)
 
     return tell
-
-
-def _check_file(name: ObjectName, opened: OpenEntry, trust: TrustList | None) -> ObjectHead:
-    head = inspect_head(name, os.pread(opened.file.fileno(), MAX_ENVELOPE_BYTES, 0), trust)
-    if head.size != opened.entry.size:
-        raise CorruptError(f"{name}: the file has {opened.entry.size} bytes, its header says {head.size}")
-    return head

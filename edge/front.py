@@ -16,6 +16,7 @@ from aiohttp import web
 
 from kvcdn.edge.sendfile import STALL_SECONDS
 from kvcdn.edge.sending import FileBody
+from kvcdn.edge.wellformed import make_request
 
 SWEEP_SECONDS = 1.0
 """Between two looks at who is idle."""
@@ -44,7 +45,7 @@ class FrontedServer(web.Server):
     """A server of aiohttp's whose connections begin with a front."""
 
     def __init__(self, *given: Any, answer: Answering, idle_seconds: float, **more: Any) -> None:
-        super().__init__(*given, **more)
+        super().__init__(*given, request_factory=make_request, **more)
         self.answer, self._idle_seconds = answer, idle_seconds
         self.fronts: set[Front] = set()
         """Connections that nobody was handed yet."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from typing import Protocol
 
 from kvcdn.block import SegmentVerifier, open_header
 from kvcdn.digest import Digest, ModelTag, hash_bytes
 from kvcdn.edge.target import Kind, ObjectName
-from kvcdn.envelope import BLOCK_MAGIC, MANIFEST_MAGIC, PREAMBLE_BYTES, envelope_size
+from kvcdn.envelope import BLOCK_MAGIC, MANIFEST_MAGIC, MAX_ENVELOPE_BYTES, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import CorruptError
 from kvcdn.manifest import open_manifest
 from kvcdn.signing import PublicKey, TrustList
+from kvcdn.store import FIRST_BYTES
 
 
 class BodyCheck(Protocol):
@@ -95,6 +98,15 @@ def inspect_head(name: ObjectName, head: bytes, trust: TrustList | None) -> Obje
     manifest = open_manifest(head[:size], what)
     _check_names(name, manifest.address, manifest.tag, manifest.publisher, trust)
     return ObjectHead(size, str(hash_bytes(head[:size])), _ManifestBody(size, what), manifest.publisher)
+
+
+def inspect_file(name: ObjectName, file: FileIO, size: int, trust: TrustList | None) -> ObjectHead:
+    """As `inspect_head`, of a cached file, which is to have `size` bytes. Raises OSError, too."""
+    starts = range(0, MAX_ENVELOPE_BYTES, FIRST_BYTES)
+    head = inspect_head(name, read_head(name, (os.pread(file.fileno(), FIRST_BYTES, start) for start in starts)), trust)
+    if head.size != size:
+        raise CorruptError(f"{name}: the file has {size} bytes, its header says {head.size}")
+    return head
 
 
 def _magic(kind: Kind) -> bytes:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
+from kvcdn.edge.arrival import Arrival
+from kvcdn.edge.eviction import CHARGE_UNIT_BYTES
 from kvcdn.edge.fill import Fill
 from kvcdn.edge.guests import Guests
 from kvcdn.edge.staging import DISK_FULL, Memory, Room, Staging
 from kvcdn.edge.storage import DiskCache
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
+
+ASIDE_BYTES = 32 << 20
+"""Set aside for an object before it is known: twice a block of the usual size."""
+
+ASIDE_SHARE = 64
+"""Of the capacity no more than this part is set aside for one object."""
 
 log = logging.getLogger("kvcdn.edge.fetch")
 
@@ -38,9 +49,62 @@ class Lodgings:
     def __init__(self, cache: DiskCache, guests: Guests) -> None:
         self._cache, self._guests = cache, guests
         self._memory = Memory()
+        self._aside = min(ASIDE_BYTES, cache.capacity // ASIDE_SHARE) // CHARGE_UNIT_BYTES * CHARGE_UNIT_BYTES
 
-    async def find(self, name: ObjectName, size: int, *, guest: bool) -> Lodging:
-        """A place for an object; `guest` where it is not to stay. Raises OSError where there is none."""
+    async def receive(self, name: ObjectName, begin: Callable[[], Arrival]) -> tuple[Arrival, Lodging | None]:
+        """What `begin` gives, and a place in the cache, where room was set aside in advance. Raises as `begin`.
+
+        Both in one call in a thread: with another for the place, who waits for the first byte waits for two threads more.
+        """
+        aside = self._aside if self._aside and self._cache.set_aside(self._aside) else 0
+        beginning = asyncio.ensure_future(in_thread(self._begin, name, begin, aside))
+        # Also when nobody waits any more: a thread that hangs keeps its room until it ends.
+        beginning.add_done_callback(lambda done: self._begun(aside, done))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            beginning.add_done_callback(self._undo)
+            raise
+
+    def clear(self) -> None:
+        """Has room for the next object: what leaves for it is deleted when this one is stored."""
+        if self._aside:
+            self._cache.clear(self._aside)
+
+    def _begin(self, name: ObjectName, begin: Callable[[], Arrival], aside: int) -> tuple[Arrival, Lodging | None]:
+        arrival = begin()
+        size = arrival.head.size
+        if size <= aside:
+            # A disk that does not take it is met with again, by `find`.
+            with suppress(OSError):
+                room = self._cache.room(name, size)
+                return arrival, Lodging(Staging.within(room), size, room)
+        return arrival, None
+
+    def _begun(self, aside: int, done: asyncio.Future[tuple[Arrival, Lodging | None]]) -> None:
+        lodging = None if done.cancelled() or done.exception() is not None else done.result()[1]
+        if aside:
+            self._cache.use(aside, None if lodging is None else lodging.room)
+
+    def _undo(self, done: asyncio.Future[tuple[Arrival, Lodging | None]]) -> None:
+        """Nobody waits for what has begun."""
+        if not done.cancelled() and done.exception() is None:
+            arrival, lodging = done.result()
+            arrival.abandon()
+            if lodging is not None:
+                self.leave(lodging)
+
+    def leave(self, lodging: Lodging) -> None:
+        """Nothing is written there after all."""
+        lodging.staging.discard()
+        self.give_back(lodging)
+
+    async def find(self, name: ObjectName, size: int, *, guest: bool, early: Lodging | None = None) -> Lodging:
+        """A place for an object, `early` if that will do; `guest` where it is not to stay. Raises OSError."""
+        if early is not None and not guest:
+            return early
+        if early is not None:
+            self.leave(early)
         found = await (self._as_guest(size) if guest else self._in_cache(name, size))
         return found or Lodging(await in_thread(Staging.passing, size, self._memory), size)
 

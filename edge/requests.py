@@ -10,6 +10,7 @@ from kvcdn.edge.hops import Hops
 from kvcdn.edge.outcome import CacheOutcome
 from kvcdn.edge.respond import Note, PlainResponse
 from kvcdn.edge.tracing import SPAN, SpanKind, Tracing
+from kvcdn.edge.wellformed import find_fault
 from kvcdn.trail import REQUEST_ID, Trail, follow
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -30,8 +31,11 @@ def on_its_trail(handle: Handler, hops: Hops, tracing: Tracing | None = None) ->
         if tracing is not None:
             span = request[SPAN] = tracing.begin("request", SpanKind.SERVER)
             span.follow()
-        circle = hops.pass_on(given.getall("Via", ()))
-        if circle is None:
+        fault, circle = find_fault(request), hops.pass_on(given.getall("Via", ()))
+        if fault is not None:
+            response: web.StreamResponse = PlainResponse.line(Note("unreadable"), fault.status, fault.message, {})
+            response.force_close()
+        elif circle is None:
             response = await handle(request)
         else:
             response = PlainResponse.refusal(Note("circle", "", CacheOutcome.REFUSED), circle)

@@ -17,18 +17,17 @@ from enum import StrEnum
 from io import FileIO
 
 from kvcdn.access.tasks import beside
-from kvcdn.edge.inspection import BodyCheck, ObjectHead, inspect_head
+from kvcdn.edge.inspection import BodyCheck, inspect_file
 from kvcdn.edge.metrics import Metrics
 from kvcdn.edge.revocations import Revoked
 from kvcdn.edge.storage import DiskCache, Entry, Harm
 from kvcdn.edge.target import ObjectName
 from kvcdn.edge.threads import in_thread
-from kvcdn.envelope import MAX_ENVELOPE_BYTES
 from kvcdn.errors import CorruptError, IntegrityError
-from kvcdn.signing import TrustList
 
-PIECES_PER_SECOND = 4
-"""Reads in which a second's worth of bytes is done, so that no burst delays a reader."""
+PIECES_PER_SECOND = 20
+"""Reads in which a second's worth of bytes is done. At the usual rate each takes some 0.15 ms of a core, and as much on the way
+to a thread; with four a second, of 0.7 to 1.6 ms each, one in a hundred first bytes came later."""
 
 MIN_PIECE_BYTES = 64 * 1024
 
@@ -101,7 +100,7 @@ class Scrub:
 
     async def _read(self, name: ObjectName, file: FileIO, entry: Entry) -> None:
         # The envelope is read once more with the pieces, which are what is paced.
-        head = await in_thread(_inspect, name, file, entry, self._revoked.trust)
+        head = await in_thread(inspect_file, name, file, entry.size, self._revoked.trust)
         position = 0
         while position < entry.size:
             length = min(self._piece, entry.size - position)
@@ -120,13 +119,6 @@ class Scrub:
 
     def _count(self, finding: Finding) -> None:
         self._metrics.scrubbed.labels(finding).inc()
-
-
-def _inspect(name: ObjectName, file: FileIO, entry: Entry, trust: TrustList | None) -> ObjectHead:
-    head = inspect_head(name, os.pread(file.fileno(), MAX_ENVELOPE_BYTES, 0), trust)
-    if head.size != entry.size:
-        raise CorruptError(f"{name}: the file has {entry.size} bytes, its header says {head.size}")
-    return head
 
 
 def _check_piece(body: BodyCheck, file: FileIO, position: int, length: int) -> None:

@@ -178,13 +178,17 @@ class Staging:
             view, position = view[written:], position + written
 
     def commit(self) -> None:
-        """Makes the object durable under its final name, if it has a room. Raises OSError."""
+        """Makes the object durable under its final name, if it has a room. Raises OSError.
+
+        What has left for objects to come is deleted then, when nobody waits for it.
+        """
         room = self._room
         if room is not None:
             os.fsync(self._descriptor)
             room.index.add(room.final.name)
             _with_folder(room.final.parent, lambda: room.staging.rename(room.final))
             sync_folder(room.final.parent)
+            room.departed.delete()
 
     def discard(self) -> None:
         """Leaves nothing behind, after a failure anywhere, `commit` included; who reads may go on."""

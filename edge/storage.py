@@ -256,10 +256,28 @@ class DiskCache:
         victims = self._eviction.reserve(size)
         if victims is None:
             return None
+        self._forget(victims)
+        return self.room(name, size)
+
+    def room(self, name: ObjectName, size: int) -> Room:
+        """Where an object of `size` bytes may lie; the room is the caller's to reserve. For any thread."""
         new = secrets.token_hex(_ID_BYTES)
         file = _file_name(name.key, size, new)
-        self._forget(victims)
         return Room(name, size, new, self._folder / "staging" / file, self._place(file), self._departed, self._index)
+
+    def set_aside(self, size: int) -> bool:
+        """Sets room for `size` bytes aside, where nothing has to leave for that; whether it did."""
+        return self._eviction.set_aside(size)
+
+    def use(self, aside: int, room: Room | None) -> None:
+        """Ends a `set_aside`: what of it is not `room`'s is free again."""
+        self._eviction.release(aside)
+        if room is not None and not self._eviction.set_aside(room.size):
+            raise ValueError(f"a room of {room.size} bytes is not within {aside} set aside")
+
+    def clear(self, size: int) -> None:
+        """Forgets objects so that the next who comes can have `size` bytes set aside."""
+        self._forget(self._eviction.clear(size))
 
     def commit(self, room: Room, etag: str, tokens: int = 0) -> None:
         """Adds the object that now lies, complete, in its room."""

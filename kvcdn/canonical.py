@@ -17,6 +17,11 @@ MAX_INTEGER = 2**53 - 1
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_LONG_NUMBER = re.compile(b"[0-9]{16}")
+"""What MAX_INTEGER may be exceeded by."""
+
 _CONTAINERS = (dict, list, tuple)
 _PLAIN = {str, int, bool, type(None), *_CONTAINERS}
 
@@ -39,10 +44,11 @@ def decode(data: bytes, what: str) -> Any:
     """The value of canonical bytes; `what` names the object in errors. Raises CorruptError for anything else."""
     try:
         text = data.decode("ascii")
-        value = json.loads(text, parse_int=_bounded_int, parse_float=_refuse_number, parse_constant=_refuse_number)
-        strict = "\\ud" in text
-        for items in _levels(value):
-            if strict:
+        plain = _is_plain(data)
+        bounded = None if plain else _bounded_int
+        value = json.loads(text, parse_int=bounded, parse_float=_refuse_number, parse_constant=_refuse_number)
+        if not plain:
+            for items in _levels(value):
                 _check_scalars(items)
         canonical = encode_checked(value)
     except (ValueError, TypeError, RecursionError) as error:
@@ -61,6 +67,22 @@ def _bounded_int(text: str) -> int:
     if not -MAX_INTEGER <= value <= MAX_INTEGER:
         raise ValueError("integer out of range")
     return value
+
+
+def _is_plain(data: bytes) -> bool:
+    """Whether data, if it is JSON at all, shows by its bytes alone that it keeps the limits.
+
+    Headers are read on the way to the first byte and to the first token: this takes half of looking at all their values.
+    """
+    if b"\\" in data:
+        return False
+    outside = b"".join(data.split(b'"')[::2])
+    if _LONG_NUMBER.search(outside):
+        return False
+    nesting = outside.translate(_BRACKETS, _NO_BRACKETS)
+    for _ in range(MAX_DEPTH - 1):
+        nesting = nesting.replace(b"[]", b"")
+    return not nesting
 
 
 def _levels(value: Any) -> Iterator[list[Any]]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from kvcdn.codec import ALL_CODECS
@@ -21,6 +22,13 @@ MAX_SEGMENT_BYTES = (1 << 32) - 1
 
 MAX_BLOCK_BYTES = 1 << 36
 """Sanity limit on a whole object, 64 GiB; real blocks have some 10 MB."""
+
+
+_DIMENSIONS = {**dict.fromkeys(TENSOR_NAMES, (3, 3)), **dict.fromkeys(STATE_NAMES, (1, MAX_STATE_DIMENSIONS))}
+"""The least and the most of what may be of each name."""
+
+_PART_FIELDS = 5
+_PART_VALUES = itemgetter("codec", "dtype", "length", "name", "shape")
 
 
 @dataclass(frozen=True)
@@ -117,10 +125,13 @@ def _read_segment(value: Any, index: int, what: str) -> Segment:
 
 
 def _read_part(value: Any, what: str) -> Part:
+    return _plain_part(value) or _careful_part(value, what)
+
+
+def _careful_part(value: Any, what: str) -> Part:
     fields = Fields(value, f"{what}: part")
-    name = fields.choice("name", TENSOR_NAMES + STATE_NAMES)
-    dimensions = (3, 3) if name in TENSOR_NAMES else (1, MAX_STATE_DIMENSIONS)
-    shape = Fields.integers(fields.array("shape", *dimensions), f"{what}: shape", 1, MAX_SEGMENT_BYTES)
+    name = fields.choice("name", tuple(_DIMENSIONS))
+    shape = Fields.integers(fields.array("shape", *_DIMENSIONS[name]), f"{what}: shape", 1, MAX_SEGMENT_BYTES)
     part = Part(
         name=name,
         codec=fields.choice("codec", ALL_CODECS),
@@ -130,3 +141,25 @@ def _read_part(value: Any, what: str) -> Part:
     )
     fields.done()
     return part
+
+
+def _plain_part(value: Any) -> Part | None:
+    """The part that `value` is; None where `_careful_part` has to say what is wrong with it.
+
+    A header has dozens, on the way to the first byte and to the first token: with a reading of each field by `Fields` all its
+    segments take a quarter longer.
+    """
+    try:
+        codec, dtype, length, name, shape = _PART_VALUES(value)
+        least, most = _DIMENSIONS[name]
+        known = len(value) == _PART_FIELDS and codec in ALL_CODECS and dtype in DTYPE_BYTES
+        if not known or type(length) is not int or not 0 <= length <= MAX_SEGMENT_BYTES:
+            return None
+        if type(shape) is not list or not least <= len(shape) <= most:
+            return None
+        for side in shape:
+            if type(side) is not int or not 1 <= side <= MAX_SEGMENT_BYTES:
+                return None
+    except (KeyError, TypeError):
+        return None
+    return Part(name, codec, dtype, tuple(shape), length)

@@ -13,6 +13,9 @@ from kvcdn.errors import UsageError
 STREAM_CHUNK_BYTES = 1 << 20
 """Piece size of `stream`: large enough that per-piece costs vanish, small enough to hold many."""
 
+FIRST_BYTES = 64 * 1024
+"""A stream's pieces are no larger until so much has come: an envelope is in it, and who waits for that waits for no more."""
+
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 MAX_KEY_CHARACTERS = 512
 

@@ -186,7 +186,9 @@ def test_with_the_origin_down_what_is_here_is_answered(document: Document, tmp_p
         reply = ask_match(edge.url, document.model.tag, document.addresses)
         assert (2, sizes[:2]) == _matched(reply)
         assert "origin-unavailable" in reply.headers["Cache-Status"]
-        assert 504 == ask_match(edge.url, document.model.tag, document.addresses[2:]).status
+        reply = ask_match(edge.url, document.model.tag, document.addresses[2:])
+        assert (504, "kvcdn; fwd=miss; detail=origin-unavailable") == (reply.status, reply.headers["Cache-Status"])
+        assert "1" == reply.headers["Retry-After"]
 
 
 @pytest.fixture(scope="module")

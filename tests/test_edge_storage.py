@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import http.client
 import os
-import random
 import shutil
 import stat
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.edge.eviction import charge
@@ -164,7 +160,7 @@ def test_a_file_with_another_header_is_dropped_at_its_first_use(
     (path,) = object_files(tmp_path / "cache")
     path.write_bytes(data[:50] + b"?" + data[51:])
     watched = WatchedStore(store)
-    with edge_in_thread(watched, tmp_path / "cache") as edge:
+    with edge_in_thread(watched, tmp_path / "cache", scrub_bytes_per_second=0) as edge:
         assert 1 == len(edge.cache)
         assert (data, [key]) == (ask(edge.url, f"/{key}").body, watched.streams)
         settle(edge.url)
@@ -194,38 +190,6 @@ def test_a_file_harmed_under_a_running_edge_is_fetched_again(
         settle(edge.url)
         assert (200, data, "kvcdn; fwd=miss; stored") == (reply.status, reply.body, reply.headers["Cache-Status"])
         assert (1, 2) == (len(object_files(tmp_path / "cache")), origin_gets(edge.url))
-
-
-def test_the_cap_is_hard_under_random_loads(
-    documents: list[Document], store: MemoryStore, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """With many readers at once, files on disk, unfinished ones included, never take more than the capacity."""
-    objects = {key: data for document in documents for key, data in document.objects.items()}
-
-    @settings(max_examples=12, deadline=None)
-    @given(seed=st.integers(0, 2**32), capacity=st.integers(1 << 20, 3 << 20))
-    def holds(seed: int, capacity: int) -> None:
-        cache = tmp_path_factory.mktemp("cap") / "cache"
-        plan = random.Random(seed).choices(list(objects), k=60)
-        most, finished = [0], threading.Event()
-
-        def measure() -> None:
-            while not finished.is_set():
-                most.append(disk_bytes(cache))
-
-        with edge_in_thread(store, cache, capacity=capacity) as edge, ThreadPoolExecutor(6) as pool:
-            watcher = threading.Thread(target=measure)
-            watcher.start()
-            results = list(pool.map(lambda key: ask(edge.url, f"/{key}").body == objects[key], plan))
-            finished.set()
-            watcher.join()
-            settle(edge.url)
-            assert [True] * len(plan) == results
-            assert max(most) <= capacity
-            assert 0 < disk_bytes(cache) <= edge.cache.used <= capacity
-            assert len(object_files(cache)) == len(edge.cache)
-
-    holds()
 
 
 def _name(number: int) -> ObjectName:

@@ -27,17 +27,18 @@ from attacks.forge import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcdn import canonical
+from kvcdn import canonical, segment
 from kvcdn.block import BlockHeader, SegmentVerifier, open_header, open_segment
-from kvcdn.codec import CODECS
+from kvcdn.codec import ALL_CODECS, CODECS
 from kvcdn.digest import Digest
 from kvcdn.envelope import BLOCK_MAGIC, MANIFEST_MAGIC
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
-from kvcdn.layout import Layout
+from kvcdn.layout import DTYPE_BYTES, STATE_NAMES, TENSOR_NAMES, Layout
 from kvcdn.manifest import Manifest, open_manifest
 from kvcdn.producer import Producer
 from kvcdn.seal import ObjectKeys
+from kvcdn.segment import MAX_SEGMENT_BYTES, Part
 
 WHAT = "the object"
 
@@ -176,6 +177,28 @@ def test_what_canonical_json_cannot_hold_is_refused(value: Any) -> None:
     for whole in (value, [value], {"a": [*range(300), "\u00e9" * 300, None, True, {"deep": value}], "b": "sound"}):
         with pytest.raises((ValueError, TypeError)):
             canonical.encode(whole)
+
+
+PART = Part("key", "blosc2", "bfloat16", (512, 2, 64), 4096).to_json()
+_SIDES = st.lists(st.integers(-1, 3) | st.booleans() | st.just(MAX_SEGMENT_BYTES + 1) | st.none(), max_size=7)
+_VALUES = {
+    "codec": st.sampled_from([*ALL_CODECS, "?", ["raw"], 1, None]),
+    "dtype": st.sampled_from([*DTYPE_BYTES, "?", ["bfloat16"], 1]),
+    "length": st.sampled_from([0, 1, True, -1, MAX_SEGMENT_BYTES, MAX_SEGMENT_BYTES + 1, "1", None]),
+    "name": st.sampled_from([*TENSOR_NAMES, *STATE_NAMES, "?", ["key"], None]),
+    "shape": _SIDES | st.just("abc") | st.just({"0": 1, "1": 1, "2": 1}) | st.just([512, 2, 64]),
+    "more": st.just(0),
+}
+
+
+@FUZZ
+@given(st.fixed_dictionaries({}, optional=_VALUES), st.sets(st.sampled_from(list(PART))))
+def test_a_part_is_read_in_one_way(changes: dict[str, Any], missing: set[str]) -> None:
+    """What is read at once is what is read field by field, and the same is refused."""
+    value = {name: field for name, field in {**PART, **changes}.items() if name not in missing or name in changes}
+    plain = segment._plain_part(value)
+    careful = either(lambda: segment._careful_part(value, WHAT))
+    assert plain == careful
 
 
 @FUZZ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import random
 import socket
@@ -12,9 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
-from kvcdn.store import STREAM_CHUNK_BYTES
+from kvcdn.store import FIRST_BYTES, STREAM_CHUNK_BYTES
 from kvcdn.stores import body, http
-from kvcdn.stores.http import HttpStore
+from kvcdn.stores.http import HttpStore, Patience
 from kvcdn.stores.memory import MemoryStore
 from kvcdn.stores.span import Span
 from support.faults import Fault, FaultyLink, faulty_link
@@ -225,7 +226,7 @@ def test_first_pieces_are_small():
     size = 3 << 20
     came = body.Body(read, lambda: None, 0, size, "")
     assert size == len(b"".join(body.resumed(came, Span(0, None), lambda _: came, "an object")))
-    assert [body.FIRST_BYTES, body.FIRST_BYTES, STREAM_CHUNK_BYTES] == asked[:3]
+    assert [FIRST_BYTES, FIRST_BYTES, STREAM_CHUNK_BYTES] == asked[:3]
 
 
 def test_body_that_is_always_cut(link: FaultyLink, monkeypatch: pytest.MonkeyPatch):
@@ -362,3 +363,28 @@ def test_age_from_the_server(web: Web):
         info = store.stat("a")
         assert info is not None
         assert abs(time.time() - info.modified) < 5
+
+
+@pytest.mark.parametrize("drip", [b"HTTP/1.1 100 Continue\r\n\r\n", b"X"])
+def test_a_head_that_drips_for_ever_is_not_waited_for(drip: bytes) -> None:
+    """Never silent for as long as the limit, and never done: the reader is free a moment after that limit."""
+    over = threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 " if drip == b"X" else drip)
+            while not over.wait(0.05):
+                connection.sendall(drip)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        store = HttpStore(f"http://127.0.0.1:{listener.getsockname()[1]}", patience=Patience(5.0, 1.0, 1))
+        try:
+            with pytest.raises(UnavailableError, match="cannot be reached"):
+                store.read("v1/x")
+        finally:
+            over.set()
+            server.join()

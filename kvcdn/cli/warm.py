@@ -10,7 +10,7 @@ import typer
 
 from kvcdn.cli.edge_order import AdminEdge, count, order
 from kvcdn.cli.options import Adapter, AsJson, Chat, Model, NamespaceName, Token, quiet_libraries
-from kvcdn.cli.output import print_json, print_text, ticking
+from kvcdn.cli.output import print_json, print_text, size, ticking
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import UnavailableError, UsageError
 
@@ -44,7 +44,7 @@ def warm(
     while True:
         answer = order(edge, "/v1/warm", token, asked)
         objects, here, waiting = (count(answer, name, edge) for name in ("objects", "here", "waiting"))
-        size = count(answer, "bytes", edge)
+        there = count(answer, "bytes", edge)
         now = time.monotonic()
         if here >= objects:
             break
@@ -56,12 +56,12 @@ def warm(
             raise UnavailableError(
                 f"{edge} has {here:,} of {objects:,} objects and does not come forward", hint="is its capacity large enough?"
             )
-        tick(f"of {objects:,} objects are there, {size:,} bytes", here)
+        tick(f"of {objects:,} objects are there, {size(there)}", here)
         time.sleep(PAUSE_SECONDS)
     if as_json:
-        print_json({"edge": edge, **asked, "objects": objects, "bytes": size, "seconds": round(now - started, 3)})
+        print_json({"edge": edge, **asked, "objects": objects, "bytes": there, "seconds": round(now - started, 3)})
     else:
-        print_text(f"{objects:,} objects, {size:,} bytes, are {'pinned ' if pin else ''}at {edge}")
+        print_text(f"{objects:,} objects, {size(there)}, are {'pinned ' if pin else ''}at {edge}")
 
 
 def _asked(

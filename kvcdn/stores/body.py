@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
 from kvcdn.errors import UnavailableError
-from kvcdn.store import STREAM_CHUNK_BYTES
+from kvcdn.store import FIRST_BYTES, STREAM_CHUNK_BYTES
 from kvcdn.stores.span import Span
 
 MAX_RESUMES = 4
@@ -22,9 +22,6 @@ PATIENCE_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 16 * 1024
 """A body may take PATIENCE_SECONDS and this rate on top, waiting time only: a server that drips one byte at a time under the
 stall limit would otherwise hold its reader for ever, and any model prefills faster than this."""
-
-FIRST_BYTES = 64 * 1024
-"""Pieces are no larger until so much has come: an envelope is in it, and whoever waits for that does not wait for more."""
 
 MAX_SKIP_BYTES = 64 << 20
 """Most that is read and thrown away at a server that ignores ranges: beyond the size of any block."""

@@ -24,7 +24,7 @@ from threading import Lock
 
 from kvcdn.digest import Buffer
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
-from kvcdn.store import MAX_KEY_CHARACTERS, STREAM_CHUNK_BYTES, BlobInfo, check_key, is_behind
+from kvcdn.store import FIRST_BYTES, MAX_KEY_CHARACTERS, STREAM_CHUNK_BYTES, BlobInfo, check_key, is_behind
 from kvcdn.stores.span import Span, begun
 
 STAGING_FOLDER = ".tmp"
@@ -150,14 +150,15 @@ class FolderStore:
             return file, found.st_size
 
     def _pieces(self, key: str, file: int, position: int, stop: int) -> Generator[bytes, None, None]:
+        most = FIRST_BYTES
         try:
             yield b""
             while position < stop:
                 with self._explained(f"reading {key}"):
-                    piece = os.pread(file, min(STREAM_CHUNK_BYTES, stop - position), position)
+                    piece = os.pread(file, min(most, stop - position), position)
                 if not piece:
                     raise UnavailableError(f"{self._root}: {key} became shorter while it was read, at byte {position:,}")
-                position += len(piece)
+                position, most = position + len(piece), STREAM_CHUNK_BYTES
                 yield piece
         finally:
             os.close(file)

@@ -22,6 +22,7 @@ from kvcdn.digest import Buffer
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.store import BlobInfo, check_key
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
+from kvcdn.stores.heads import bound_heads
 from kvcdn.stores.span import Span, begun, nothing
 
 CONNECT_SECONDS = 5.0
@@ -86,7 +87,7 @@ class HttpStore:
             if not _TOKEN.fullmatch(token):
                 raise UsageError(f"the token for {self._base} holds characters that no bearer token has")
             self._headers["Authorization"] = f"Bearer {token}"
-        self._pool = _pool(self._base, self._patience)
+        self._pool, self._target = _pool(self._base, self._patience)
         self.is_edge = False
         """Whether an edge has answered, by its Cache-Status (FORMAT.md section 7)."""
 
@@ -178,7 +179,7 @@ class HttpStore:
             try:
                 response = self._pool.request(
                     method,
-                    f"{self._base}/{key}",
+                    f"{self._target}/{key}",
                     headers={**self._headers, **trail.headers(), **self._more_headers(), **headers},
                     preload_content=False,
                     decode_content=False,
@@ -251,21 +252,29 @@ def _checked_base(url: str) -> str:
     return url.rstrip("/")
 
 
-def _pool(base: str, patience: Patience) -> urllib3.PoolManager:
-    """Connections to `base`, through the environment's proxy unless that is for others or `base` is this machine."""
+def _pool(base: str, patience: Patience) -> tuple[urllib3.PoolManager | urllib3.HTTPConnectionPool, str]:
+    """Connections to `base`, and what begins the targets of requests over them.
+
+    They lead through the environment's proxy unless that is for others or `base` is this machine.
+    """
     parts = urlsplit(base)
     host = parts.hostname or ""
     timeout = urllib3.Timeout(connect=patience.connect_seconds, read=patience.stall_seconds)
     proxy = getproxies().get(parts.scheme.lower())
     if proxy is None or is_loopback(host) or proxy_bypass(host):
-        return urllib3.PoolManager(maxsize=CONNECTIONS, timeout=timeout)
+        # The one host's pool itself: to be told anew with each request which it is costs as much as to send the request.
+        pools = urllib3.PoolManager(maxsize=CONNECTIONS, timeout=timeout)
+        bound_heads(pools)
+        return pools.connection_from_url(base), (urllib3.util.parse_url(base).path or "").rstrip("/")
     try:
         user = urlsplit(proxy)
         login = f"{user.username}:{user.password or ''}" if user.username else None
         headers = urllib3.make_headers(proxy_basic_auth=login)
-        return urllib3.ProxyManager(proxy, maxsize=CONNECTIONS, timeout=timeout, proxy_headers=headers)
+        proxies = urllib3.ProxyManager(proxy, maxsize=CONNECTIONS, timeout=timeout, proxy_headers=headers)
     except (ValueError, LocationParseError):
         raise UsageError("the proxy that the environment names is not a URL", hint="see HTTPS_PROXY and HTTP_PROXY") from None
+    bound_heads(proxies)
+    return proxies, base
 
 
 def is_loopback(host: str) -> bool:

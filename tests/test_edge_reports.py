@@ -1,0 +1,197 @@
+"""Faults that users of other HTTP caches have reported in public, replayed: nginx, Varnish, Traffic Server, Squid, Envoy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvcdn.block import open_header
+from kvcdn.edge.serve import ServingEdge
+from kvcdn.stores.http import HttpStore
+from kvcdn.stores.memory import MemoryStore
+from support.blocks import Document, make_document
+from support.edge_process import WatchedStore, ask, ask_part, connect, edge_in_thread, exchange, settle
+from support.waiting import until
+from support.web import Answer, Web, running_web
+
+
+@pytest.fixture(scope="module")
+def document() -> Document:
+    return make_document(tokens=1500)
+
+
+@pytest.fixture
+def web(document: Document) -> Iterator[Web]:
+    store = MemoryStore()
+    document.publish(store)
+    with running_web(store) as running:
+        yield running
+
+
+@pytest.fixture
+def edge(web: Web, tmp_path: Path) -> Iterator[ServingEdge]:
+    with edge_in_thread(HttpStore(web.url), tmp_path / "cache") as running:
+        yield running
+
+
+def _bounds(document: Document, key: str) -> list[int]:
+    """Where the segments of a block begin, and where the last ends."""
+    header = open_header(document.blocks[key], "block")
+    return [header.envelope_bytes + segment.offset for segment in header.segments] + [header.size]
+
+
+def _range(first: int, last: int) -> dict[str, str]:
+    return {"Range": f"bytes={first}-{last}"}
+
+
+def test_varnish_3560_an_origin_that_closes_early_is_no_empty_answer(document: Document, web: Web, edge: ServingEdge) -> None:
+    """A body that breaks off before its first segment's end: the length stays what it is, or there is no 200 at all."""
+    key, data = next(iter(document.blocks.items()))
+    cut = _bounds(document, key)[0] + 100
+
+    def breaks(answer: Answer) -> Answer:
+        length = str(len(answer.body))
+        return replace(
+            answer,
+            headers={**answer.headers, "Content-Length": length},
+            body=answer.body[: cut if answer.status == 200 else 10],
+        )
+
+    web.bend = breaks
+    reply = ask_part(edge.url, f"/{key}")
+    assert reply.status != 200 or int(reply.headers["Content-Length"]) == len(data) > len(reply.body)
+    settle(edge.url)
+    assert 0 == len(edge.cache)
+
+
+def test_varnish_1618_a_range_of_what_is_not_here_yet_is_that_range(document: Document, edge: ServingEdge) -> None:
+    """Each cold, and the rest of the object warm."""
+    for key, data in document.blocks.items():
+        reply = ask(edge.url, f"/{key}", headers=_range(1000, 5000))
+        assert (206, data[1000:5001], f"bytes 1000-5000/{len(data)}") == (
+            reply.status,
+            reply.body,
+            reply.headers["Content-Range"],
+        )
+
+
+def test_varnish_1918_a_body_without_a_length_is_not_an_empty_object(document: Document, web: Web, edge: ServingEdge) -> None:
+    """An origin that only closes the connection at the end: nobody could tell a whole body from a broken one."""
+    key = next(iter(document.blocks))
+    web.bend = lambda answer: replace(answer, headers={**answer.headers, "Content-Length": "", "Connection": "close"})
+    assert 504 == ask(edge.url, f"/{key}").status
+    settle(edge.url)
+    assert 0 == len(edge.cache)
+
+
+def test_trafficserver_3991_ranges_beside_the_fill_are_whole(document: Document, tmp_path: Path) -> None:
+    """Many ranges, within segments and across their ends, while the object comes piece by piece."""
+    key, data = next(iter(document.blocks.items()))
+    store = WatchedStore(MemoryStore())
+    document.publish(store)
+    bounds = _bounds(document, key)
+    spans = [(max(one - 700, 0), min(one + 700, len(data) - 1)) for one in bounds] * 4
+    with edge_in_thread(store, tmp_path / "cache") as edge, ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda span: ask(edge.url, f"/{key}", headers=_range(*span)), spans))
+    assert [data[first : last + 1] for first, last in spans] == [reply.body for reply in replies]
+
+
+def test_nginx_1065_a_range_across_two_pieces_is_all_of_it(document: Document, edge: ServingEdge) -> None:
+    """From the middle of any segment to the middle of any later one, all of them cached."""
+    key, data = next(iter(document.blocks.items()))
+    assert data == ask(edge.url, f"/{key}").body
+    bounds = _bounds(document, key)
+    middles = [(first + last) // 2 for first, last in itertools.pairwise(bounds)]
+    connection = connect(edge.url)
+    for first, last in itertools.combinations(middles, 2):
+        assert data[first : last + 1] == exchange(connection, f"/{key}", headers=_range(first, last)).body
+    connection.close()
+
+
+def test_trafficserver_6674_ranges_of_the_last_piece_are_its_bytes(document: Document, edge: ServingEdge) -> None:
+    """Cold and warm; also its first and its last byte, and as a suffix."""
+    for key, data in document.blocks.items():
+        start = _bounds(document, key)[-2]
+        for first in (start, start + 1, len(data) - 1):
+            assert data[first:] == ask(edge.url, f"/{key}", headers={"Range": f"bytes={first}-"}).body
+        suffix = {"Range": f"bytes=-{len(data) - start}"}
+        assert data[start:] == ask(edge.url, f"/{key}", headers=suffix).body
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["bytes=-", "bytes=5", "bytes=--5", "bytes=9-1", "bytes=a-z", "bytes=0-1-2", "bytes= ", "bytes", "=0-1", "bytes=0-1;"],
+)
+def test_trafficserver_9265_an_invalid_range_of_a_cached_object_harms_nobody(
+    document: Document, edge: ServingEdge, header: str
+) -> None:
+    """It is ignored (RFC 9110 section 14.2), and the connection goes on."""
+    key, data = next(iter(document.blocks.items()))
+    connection = connect(edge.url)
+    for _ in range(2):
+        reply = exchange(connection, f"/{key}", headers={"Range": header})
+        assert (200, data) == (reply.status, reply.body)
+    connection.close()
+
+
+@pytest.mark.parametrize("span", ["bytes=0-10", "bytes=99999999999-"])
+def test_envoy_47402_a_range_of_what_is_refused_is_that_refusal(web: Web, edge: ServingEdge, span: str) -> None:
+    """404 stays 404, and 504 504: neither is cut to a part, nor called unsatisfiable."""
+    missing = f"/v1/{'0' * 32}/manifests/{'1' * 64}"
+    assert 404 == ask(edge.url, missing, headers={"Range": span}).status
+    web.bend = lambda _: Answer(503)
+    assert 504 == ask(edge.url, missing[:-1] + "2", headers={"Range": span}).status
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(304, {"Content-Length": "0"}),
+        Answer(304, {"ETag": '"x"'}),
+        Answer(200),
+        Answer(204),
+        Answer(206),
+        Answer(226, body=b"x"),
+    ],
+    ids=lambda answer: str(answer.status),
+)
+def test_squid_5538_an_answer_without_the_object_is_never_the_object(
+    document: Document, web: Web, edge: ServingEdge, answer: Answer
+) -> None:
+    """What an origin says to a plain GET and must not: no reader gets it as the object, and the next origin's word counts."""
+    key, data = next(iter(document.blocks.items()))
+    web.bend = lambda _: answer
+    reply = ask(edge.url, f"/{key}")
+    assert reply.status in (502, 504)
+    assert "no-store" == reply.headers["Cache-Control"]
+    web.bend = None
+    assert data == until(lambda: body if (body := ask(edge.url, f"/{key}").body) == data else None)
+
+
+def test_cpp_httplib_2265_a_range_of_a_head_request_means_nothing(document: Document, edge: ServingEdge) -> None:
+    """RFC 9110 section 14.2: also one that a GET could not have."""
+    key, data = next(iter(document.blocks.items()))
+    for span in ("bytes=0-10", "bytes=99999999999-"):
+        reply = ask(edge.url, f"/{key}", "HEAD", {"Range": span})
+        assert (200, str(len(data))) == (reply.status, reply.headers["Content-Length"])
+
+
+def test_squid_1903_readers_who_join_a_fill_that_fails_are_told_so(document: Document, web: Web, edge: ServingEdge) -> None:
+    """None of them hangs or gets another's end: each has a refusal, or a body that visibly breaks off."""
+    key, data = next(iter(document.blocks.items()))
+    web.bend = lambda answer: replace(answer, body=answer.body[:-1] + b"?") if len(answer.body) > 100 else answer
+
+    def read(_: int) -> bool:
+        reply = ask_part(edge.url, f"/{key}")
+        broken = reply.status == 200 and data.startswith(reply.body) and len(reply.body) < len(data)
+        return broken or reply.status == 502
+
+    with ThreadPoolExecutor(16) as pool:
+        assert [True] * 16 == list(pool.map(read, range(16)))
+    settle(edge.url)
+    assert 0 == len(edge.cache)
