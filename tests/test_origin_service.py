@@ -290,6 +290,24 @@ def test_the_description_is_of_this_service(tmp_path) -> None:
 # -- a real one ---------------------------------------------------------------------------------------------------------------
 
 
+def test_one_document_that_is_refused_stops_no_other(tmp_path, tiny_llama) -> None:
+    """By the program, of a folder: what cannot be read, and what the service refuses, is told; the rest is accepted."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(b"\0binary")
+    (folder / "b.txt").write_text("x" * 5000)
+    (folder / "c.txt").write_text("A short text.")
+    with running_origin(tmp_path, tiny_llama, workers="0", max_document="2000") as (url, _):
+        ran = kvcdn("publish", folder, "--service", url, "--no-wait")
+        assert ("2 of 3 documents were not published", 2) == (ran.complaint.rpartition("kvcdn: ")[2], ran.code)
+        assert "is a binary file" in ran.complaint
+        assert "Too Large" in ran.complaint
+        assert "c.txt: queued" in ran.out
+        assert 2 == kvcdn("publish", folder / "b.txt", "--service", url, "--no-wait").code
+        answer = urllib3.request("GET", f"{url}/v1/jobs").json()
+        assert ["queued"] == [job["state"] for job in answer["jobs"]]
+
+
 def test_documents_are_published_through_kills(tmp_path, tiny_llama) -> None:
     """Service and worker die while jobs run; started again, each document is published once, and SIGTERM ends all in order."""
     documents = tmp_path / "documents"

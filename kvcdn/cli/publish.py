@@ -157,11 +157,21 @@ def _submit(
 
     common = {name: value for name, value in wished.items() if value is not None}
     requests = []
-    for name in list_documents(source):
-        for line, content in enumerate(_contents(read_document(name), chat=chat), 1):
+    failures: list[KvcdnError] = []
+    names = list_documents(source)
+    for name in names:
+        try:
+            contents = _contents(read_document(name), chat=chat)
+        except KvcdnError as error:
+            if len(names) == 1:
+                raise
+            print_error(error, as_json=as_json)
+            failures.append(error)
+            continue
+        for line, content in enumerate(contents, 1):
             request = {"name": name[-_NAME_CHARACTERS:], "idempotency_key": secrets.token_hex(16), **common, **content}
             requests.append((f"{name}:{line}" if name.endswith(".jsonl") else name, request))
-    submit_all(ServiceClient(url, token), requests, wait=wait, as_json=as_json)
+    submit_all(ServiceClient(url, token), requests, failures, wait=wait, as_json=as_json)
 
 
 def _contents(document: Document, *, chat: bool) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 import typer
 import urllib3
 
-from kvcdn.cli.output import note, print_json, print_pairs
+from kvcdn.cli.output import note, print_error, print_json, print_pairs
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UntrustedError, UsageError
 
 POLL_SECONDS = 1.0
@@ -109,22 +109,43 @@ class ServiceClient:
         return value
 
 
-def submit_all(service: ServiceClient, requests: Sequence[tuple[str, Mapping[str, Any]]], *, wait: bool, as_json: bool) -> None:
-    """Submits named documents, and shows what became of each. Exits with 1 where one was not published."""
-    jobs = [(name, service.submit(request)) for name, request in requests]
-    failed = 0
+def submit_all(
+    service: ServiceClient,
+    requests: Sequence[tuple[str, Mapping[str, Any]]],
+    failures: Sequence[KvcdnError] = (),
+    *,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Submits named documents, and shows what became of each; `failures` are of those that could not be read.
+
+    One that is refused stops no other. Exits with the code of the first failure, with 1 where only the service failed.
+    """
+    jobs, refused = [], list(failures)
+    for name, request in requests:
+        try:
+            jobs.append((name, service.submit(request)))
+        except KvcdnError as error:
+            if len(requests) + len(failures) == 1:
+                raise
+            print_error(error, as_json=as_json)
+            refused.append(error)
+            if isinstance(error, UnavailableError | UntrustedError):
+                break  # the rest would meet the same; what was accepted is told
+    published = 0
     for name, job in jobs:
         last = job
         if wait:
             *_, last = service.follow(job["id"])
-        failed += last["state"] in ("dead", "cancelled")
+        published += last["state"] not in ("dead", "cancelled")
         if as_json:
             print_json({"document": name, **last})
         else:
             _show(name, last)
-    if failed:
-        note(f"kvcdn: {failed} of {len(jobs)} documents were not published")
-        raise typer.Exit(1)
+    total = len(requests) + len(failures)
+    if published < total:
+        note(f"kvcdn: {total - published} of {total} documents were not published")
+        raise typer.Exit(refused[0].exit_code if refused else 1)
 
 
 def _show(name: str, job: Mapping[str, Any]) -> None:
