@@ -354,19 +354,11 @@ class Attempt:
             coarse = CoarsePrefix(self._identity, self.prompt.token_ids, blocks, self._kept)
             refiner.begin(coarse, self._supply, self.report)
 
-    def vouched_for(self) -> bool:
-        """Whether the publishers of what is fetched, as far as known by now, have passed the canary before.
-
-        Returns when the first layer is here. Raises the error that ended the fetch.
-        """
-        if self.fetch is None:
-            return True
-        self.fetch.wait_layer(0)
-        return self._supply.gate.open_for(self.fetch.headers)
-
-    def still_vouched_for(self) -> bool:
-        """The same of all that was used, once the model has written: it neither waits nor minds how the fetch ended."""
-        return self.fetch is None or not self.report.tokens_reused or self._supply.gate.open_for(self.fetch.headers)
+    def prove(self) -> None:
+        """Has what was fetched pass the gate once all of it is here, and every header known. Raises MismatchError."""
+        fetch = self.fetch
+        if fetch is not None and fetch.headers:
+            self._supply.gate.admit(fetch.layers, fetch.headers, self.prompt.token_ids, self.length, self.report, audit=False)
 
     def admitted_cache(self, *, audit: bool) -> Cache | None:
         """As `complete_cache`, once it has passed the gate; None where it does not, and the report says why."""

@@ -343,16 +343,14 @@ class Client:
         audit = attempt is not None and self._supply.gate.draw()
         if attempt is not None and attempt.fetch is not None and generation.may_start_early and not audit:
             try:
-                if attempt.vouched_for():
-                    output = generation.run(generation.inputs(attempt.streaming_cache(), report))
-                    attempt.record()
-                    # By now every header is known, also of blocks that the first layer did not need.
-                    if attempt.still_vouched_for():
-                        attempt.keep()
-                        return output
+                output = generation.run(generation.inputs(attempt.streaming_cache(), report), attempt.prove)
+                attempt.record()
+                attempt.keep()
             except KvcdnError:
                 # Nothing was written yet: the first forward pass waits for every layer. `admitted_cache` meets the same error.
                 pass
+            else:
+                return output
         cache = None if attempt is None else attempt.admitted_cache(audit=audit)
         started = time.perf_counter()
         output = generation.run(generation.inputs(cache, report))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.cache_utils import Cache
 
 from kvcdn.client.answer import Answer, Continuation, Prepared
@@ -52,15 +52,21 @@ class Generation:
         """Whether it can be given a cache that is still arriving: if that fails, it must not have written anything."""
         return self.copies == 1 and (self._streamer is None or isinstance(self._streamer, PieceStreamer))
 
-    def run(self, prepared: Prepared) -> torch.Tensor:
-        """Runs generate(); returns [sequences, tokens], the prompt's included. Raises what the cache's layers raise."""
+    def run(self, prepared: Prepared, prove: Callable[[], None] | None = None) -> torch.Tensor:
+        """Runs generate(); returns [sequences, tokens], the prompt's included. Raises what the cache's layers raise.
+
+        `prove` is called once the model has read the prompt, before anything is written; what it raises is raised here.
+        """
         self._clock.reset()
         if isinstance(self._streamer, PieceStreamer):
             self._streamer.begin()
         if prepared.cache is not None and self.copies > 1:
             prepared.cache.batch_repeat_interleave(self.copies)
+        options = self._options
+        if prove is not None:
+            options = options | {"logits_processor": LogitsProcessorList([Proof(prove), *options.get("logits_processor", ())])}
         with torch.inference_mode():
-            output: torch.Tensor = self._model.generate(**prepared.inputs(), **self._options)
+            output: torch.Tensor = self._model.generate(**prepared.inputs(), **options)
         left_out = prepared.input_ids[:, : prepared.left_out].expand(output.shape[0], -1)
         return torch.cat([left_out, output], dim=1)
 
@@ -96,6 +102,19 @@ class Generation:
                 ends = [ends] if isinstance(ends, int) else list(ends)
                 return row[: next((index + 1 for index, token in enumerate(row) if token in ends), len(row))]
         return row
+
+
+class Proof(LogitsProcessor):  # type: ignore[misc] # transformers is untyped here
+    """Changes nothing; calls `prove` before the first token is chosen."""
+
+    def __init__(self, prove: Callable[[], None]) -> None:
+        self._prove: Callable[[], None] | None = prove
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - the library's
+        prove, self._prove = self._prove, None
+        if prove is not None:
+            prove()
+        return scores
 
 
 class FirstTokenClock(StoppingCriteria):  # type: ignore[misc] # transformers is untyped here

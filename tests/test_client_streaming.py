@@ -10,9 +10,10 @@ import torch
 from kvcdn import layout
 from kvcdn.client import MissReason
 from kvcdn.client.attempt import Attempt
+from kvcdn.client.canary import Canary
 from kvcdn.client.generation import Generation
 from kvcdn.client.transport import EdgeSource
-from kvcdn.errors import UnavailableError, UsageError
+from kvcdn.errors import MismatchError, UnavailableError, UsageError
 from kvcdn.model.tokens import Prompt
 from kvcdn.signing import TrustList
 from support.faults import Fault, faulty_link
@@ -97,8 +98,8 @@ def test_a_fetch_that_ends_badly_behind_the_answer_repeats_nothing(published, mo
         attempts.append(attempt)
         return begin(attempt)
 
-    def writes(generation, prepared):
-        output = write(generation, prepared)
+    def writes(generation, *given):
+        output = write(generation, *given)
         for attempt in attempts:
             attempt.fetch._error = UnavailableError("the link is gone")
         return output
@@ -109,6 +110,50 @@ def test_a_fetch_that_ends_badly_behind_the_answer_repeats_nothing(published, mo
         stream = client.stream(asked(published), **GREEDY)
         assert "".join(stream) == stream.answer.text
         assert 1 == len(attempts)
+
+
+@pytest.fixture
+def unknown(tmp_path):
+    """Published by somebody whom no model has met."""
+    return publish_text(tiny_checkpoint(tmp_path, dtype=torch.float32), tokens=TOKENS)
+
+
+def alone(published):
+    ids = torch.tensor([asked(published).token_ids])
+    return tuple(
+        published.loaded.model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)[0, ids.shape[1] :].tolist()
+    )
+
+
+def test_the_first_prompt_of_a_model_and_a_publisher_streams_too(unknown, monkeypatch):
+    """The canary runs when the model has read the prompt, before it writes: nothing is generated twice."""
+    expected = alone(unknown)
+    runs, write = [], Generation.run
+    monkeypatch.setattr(Generation, "run", lambda *given: runs.append(1) or write(*given))
+    with unknown.client(vouched=False) as client:
+        stream = client.stream(asked(unknown), **GREEDY)
+        assert stream.answer.text == "".join(stream)
+        report = stream.answer.report
+        assert (expected, TOKENS, None) == (stream.answer.token_ids, report.tokens_reused, report.reason)
+        assert 1 == len(runs)
+        assert "canary" in report.seconds
+        again = client.generate(asked(unknown), **GREEDY)
+        assert expected == again.token_ids
+        assert "canary" not in again.report.seconds
+
+
+def test_what_no_canary_would_pass_is_not_written(unknown, monkeypatch):
+    """The reader gets one answer, the model's own."""
+
+    def check(*_):
+        raise MismatchError("not what this model computes")
+
+    monkeypatch.setattr(Canary, "check", check)
+    with unknown.client(vouched=False) as client:
+        stream = client.stream(asked(unknown), **GREEDY)
+        assert stream.answer.text == "".join(stream)
+        report = stream.answer.report
+        assert (alone(unknown), 0, MissReason.MISMATCH) == (stream.answer.token_ids, report.tokens_reused, report.reason)
 
 
 def test_what_cannot_be_is_told_at_once(published):
