@@ -26,6 +26,7 @@ from kvcdn.errors import KvcdnError, MismatchError
 from kvcdn.keys import LOSSY, Chain, ModelIdentity
 from kvcdn.model.cache import build_cache
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.place import device_of
 from kvcdn.model.speed import prefill_speeds
 from kvcdn.model.tokens import Prompt
 from kvcdn.trail import Trail, current, following
@@ -136,7 +137,7 @@ class Attempt:
 
     def _look_up(self, local: LocalPrefixes, chain: Chain) -> LocalPrefix | None:
         try:
-            found = local.find(chain, self.prompt.boundaries, self._supply.gate.trust, self._loaded.model.device)
+            found = local.find(chain, self.prompt.boundaries, self._supply.gate.trust, device_of(self._loaded.model))
             if found is not None:
                 self._revoked.require_model(chain.model.tag)
                 for block in found.blocks:

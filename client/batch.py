@@ -24,6 +24,7 @@ from kvcdn.client.rest import completed
 from kvcdn.errors import UsageError
 from kvcdn.layout import LayerSpec
 from kvcdn.model.cache import cache_argument
+from kvcdn.model.place import device_of
 from kvcdn.model.states import join_states
 from kvcdn.model.tokens import Prompt
 
@@ -78,7 +79,7 @@ def _padded(client: Client, rows: Sequence[Row], length: int) -> tuple[torch.Ten
     for index, row in enumerate(rows):
         begin = length - len(row.prompt.token_ids)
         ids[index, begin:], mask[index, begin:] = torch.tensor(row.prompt.token_ids), 1
-    return ids.to(client.model.device), mask.to(client.model.device)
+    return ids.to(device_of(client.model)), mask.to(device_of(client.model))
 
 
 def _joined(client: Client, rows: Sequence[Row], pads: Sequence[int], length: int) -> tuple[int, Cache | None]:

@@ -15,6 +15,7 @@ from kvcdn.client.options import check_options
 from kvcdn.client.report import Report
 from kvcdn.client.streaming import PieceStreamer, Stop
 from kvcdn.model.cache import cache_argument
+from kvcdn.model.place import device_of
 from kvcdn.model.states import StateLayer
 from kvcdn.model.tokens import Prompt
 
@@ -72,7 +73,7 @@ class Generation:
 
     def inputs(self, cache: Cache | None, report: Report) -> Prepared:
         """Ids and mask of the whole prompt beside `cache`."""
-        ids = torch.tensor([self.prompt.token_ids], dtype=torch.long, device=self._model.device)
+        ids = torch.tensor([self.prompt.token_ids], dtype=torch.long, device=device_of(self._model))
         # The library cannot ask a cache of states alone how many tokens it has seen, and would read all of them again.
         uncounted = cache is not None and all(isinstance(layer, StateLayer) for layer in cache.layers)
         left_out = report.tokens_reused if uncounted else 0

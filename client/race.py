@@ -28,6 +28,7 @@ from kvcdn.errors import KvcdnError
 from kvcdn.keys import BlockName, ModelIdentity
 from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.place import device_of
 from kvcdn.model.prefill import PrefillStoppedError, ScheduledPrefill
 
 _IN_FLIGHT = 2
@@ -155,7 +156,7 @@ class Race:
             self._blocks,
             length=self._length,
             capacity=len(self._token_ids) + GROWTH_TOKENS,
-            device=self._loaded.model.device,
+            device=device_of(self._loaded.model),
             trust=self._supply.gate.trust,
             max_kl=self._supply.max_kl,
             held=self._held,

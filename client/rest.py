@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer, beside, build_cache, make_layer
+from kvcdn.model.place import device_of
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -33,13 +34,13 @@ def completed(
     model, layout = loaded.model, loaded.identity.layout
     if cache is None:
         capacity = len(token_ids) + GROWTH_TOKENS
-        cache = build_cache(model, [make_layer(spec, capacity, 0, model.device) for spec in layout.layers])
+        cache = build_cache(model, [make_layer(spec, capacity, 0, device_of(model)) for spec in layout.layers])
     body = getattr(model, model.base_model_prefix, model)
     with torch.inference_mode():
         start = (cache.get_seq_length() if tokens else 0) if start is None else start
         while start < tokens:
             end = min(start - start % layout.block_tokens + layout.block_tokens, tokens)
-            ids = torch.tensor([list(token_ids[start:end])], dtype=torch.long, device=model.device)
+            ids = torch.tensor([list(token_ids[start:end])], dtype=torch.long, device=device_of(model))
             body(input_ids=ids, use_cache=True, **beside(body.forward, cache, ids))
             start = end
     layers: list[CacheLayer] = list(cache.layers)

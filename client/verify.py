@@ -26,6 +26,7 @@ from kvcdn.errors import NotFoundError
 from kvcdn.keys import BlockName
 from kvcdn.model.cache import GROWTH_TOKENS, beside, build_cache, output_cache
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.place import device_of
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
 from kvcdn.model.quality import Judge
 from kvcdn.model.speed import remember_prefill
@@ -191,7 +192,7 @@ def _load_whole(
         published.blocks,
         length=published.tokens,
         capacity=published.tokens + beyond + GROWTH_TOKENS,
-        device=loaded.model.device,
+        device=device_of(loaded.model),
         trust=client.trust,
         whole=True,
         max_kl=client.max_kl,
@@ -240,7 +241,7 @@ def _against_one_pass(
         # A token is read by both, so that both have logits for what follows it: the last published one again, or, as states
         # cannot be taken back, the document's next, of which at least one is never published.
         held = tokens if loaded.identity.layout.state_bytes else tokens - 1
-        ids = torch.tensor([token_ids[: held + 1]], dtype=torch.long, device=model.device)
+        ids = torch.tensor([token_ids[: held + 1]], dtype=torch.long, device=device_of(model))
         body = getattr(model, model.base_model_prefix, model)
         head = output_cache(body(input_ids=ids[:, :-1], use_cache=True)) if held else None
         for layer in fetch.layers:

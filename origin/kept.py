@@ -18,6 +18,7 @@ from kvcdn.keys import PrefixNames
 from kvcdn.layout import Layout
 from kvcdn.model.cache import CacheLayer, make_layer
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.place import device_of
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.signing import PublicKey
 
@@ -53,11 +54,11 @@ class Kept:
         if layout.state_bytes:
             self.drop()
             return ScheduledPrefill(loaded.model, layout, tokens), ()
-        fits = (layout, loaded.model.device)
+        fits = (layout, device_of(loaded.model))
         if self._fits != fits or tokens > self._capacity:
             self.drop()  # first: two documents would be more memory than is promised
             self._capacity = _room(loaded, tokens)
-            self._layers = [make_layer(spec, self._capacity, 0, loaded.model.device) for spec in layout.layers]
+            self._layers = [make_layer(spec, self._capacity, 0, device_of(loaded.model)) for spec in layout.layers]
             self._fits = fits
         shared = 0
         for ours, theirs in zip(self._blocks, names.blocks, strict=False):
@@ -74,6 +75,6 @@ class Kept:
 
 
 def _room(loaded: LoadedModel, tokens: int) -> int:
-    if loaded.model.device.type != "cpu":
+    if device_of(loaded.model).type != "cpu":
         return tokens
     return max(tokens, min(_ROOM * tokens, loaded.max_positions or _ROOM * tokens))

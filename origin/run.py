@@ -29,6 +29,7 @@ from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_ke
 from kvcdn.manifest import BlockEntry, Manifest, open_manifest
 from kvcdn.model.bases import Bases
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.place import device_of
 from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
 from kvcdn.model.speed import Pass, remember_passes
 from kvcdn.origin.kept import Kept, KeptBlock
@@ -191,7 +192,7 @@ class Run:
         """Brings every block to the origin and returns their entries in order."""
         prefill, held = self.kept.prefill(self.loaded, self.names)
         entries = [entry for entry in self._begin(prefill, held, stored=True) if entry]
-        on_cpu = self.loaded.model.device.type == "cpu"
+        on_cpu = device_of(self.loaded.model).type == "cpu"
         with (
             ThreadPoolExecutor(_UPLOADS_IN_FLIGHT, thread_name_prefix="kvcdn-upload") as pool,
             ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_SEALING), thread_name_prefix="kvcdn-seal") as cores,

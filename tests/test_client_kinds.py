@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvcdn import layout
 from kvcdn.block import open_header
-from kvcdn.client import delivery, readers
+from kvcdn.client import Client, delivery, readers
 from kvcdn.client.report import MissReason
 from kvcdn.client.transport import EdgeSource, StoreSource
 from kvcdn.client.verify import verify_prefix
@@ -100,6 +101,29 @@ def test_the_list_of_models_has_no_faults_and_all_that_is_tried_here():
     assert {} == {kind: results.get(kind) for kind in tried if results.get(kind) != "to the bit"}
     assert dict.fromkeys(REFUSED_STATE_KINDS, "refused") == {kind: results.get(kind) for kind in REFUSED_STATE_KINDS}
     assert "FAULT" not in results.values()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("where", ["embed_tokens", "layers.0", "all"])
+def test_a_model_that_is_offloaded_answers_the_same(tmp_path, kind, where):
+    """Whose weights lie on disk, or none of which are in memory: they are brought for every pass, to where the cache is."""
+    folder = tiny_checkpoint(tmp_path / "model", kind, dtype=torch.float32, strength=2)
+    published = publish_text(folder, tokens=TOKENS)
+    layers = published.loaded.model.config.num_hidden_layers
+    names = ["embed_tokens", *(f"layers.{index}" for index in range(layers)), "norm", "rotary_emb"]
+    places = {"lm_head": "cpu", **{f"model.{name}": "disk" if where in (name, "all") else "cpu" for name in names}}
+    offload = {"device_map": places, "offload_folder": str(tmp_path / "offloaded"), "dtype": "auto"}
+    parted = AutoModelForCausalLM.from_pretrained(folder, **offload).eval()
+    assert ("cpu" if where == "layers.0" else "meta") == parted.device.type
+    prompt, ids = asked(published), torch.tensor([asked(published).token_ids])
+    options = {"max_new_tokens": STEPS, "do_sample": False}
+    alone = published.loaded.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+    source = StoreSource(published.store)
+    with Client(parted, published.loaded.tokenizer, source, trust=published.trust, mode="fetch") as client:
+        answers = [client.generate(prompt, **options), *client.generate_batch([prompt, prompt], **options)]
+        assert [tuple(alone.tolist())] * 3 == [answer.token_ids for answer in answers]
+        end = published.loaded.identity.layout.document_end(TOKENS)
+        assert [end] * 3 == [answer.report.tokens_reused for answer in answers]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from kvcdn.keys import ModelIdentity
 from kvcdn.model.adapters import AdapterState, adapter_state, attach_adapters, bind_adapters, unwrapped
 from kvcdn.model.checkpoint import Checkpoint, resolve_checkpoint
 from kvcdn.model.fingerprint import fingerprint_checkpoint, flat_config, relevant_config
+from kvcdn.model.place import device_of
 from kvcdn.model.probe import probe_layout
 from kvcdn.model.processor import describe_device
 from kvcdn.model.weights import require_checkpoint_weights
@@ -71,7 +72,7 @@ class LoadedModel:
         return replace(self, identity=identity, _adapters=state)
 
     def _require_same_settings(self) -> None:
-        model, place = self.model, self.model.device.type
+        model, place = self.model, device_of(self.model).type
         if model.training:
             raise UnsupportedModelError(_TRAINING, hint=_EVAL)
         _require_equal(_told(model.config), self._config, "it was bound with")
@@ -88,7 +89,7 @@ class LoadedModel:
         return Producer(
             torch=str(torch.__version__),
             transformers=transformers.__version__,
-            device=describe_device(self.model.device)[:MAX_TEXT],
+            device=describe_device(device_of(self.model))[:MAX_TEXT],
             attention=str(self.model.config._attn_implementation),  # noqa: SLF001 - the library offers no public name
             chunk_tokens=self.identity.layout.block_tokens,
         )

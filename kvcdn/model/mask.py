@@ -20,6 +20,7 @@ from kvcdn.digest import hash_bytes
 from kvcdn.layout import Layout
 from kvcdn.model.cache import CacheLayer, beside, build_cache, make_layer
 from kvcdn.model.layers import TORCH_DTYPES
+from kvcdn.model.place import device_of
 from kvcdn.model.remembered import Remembered
 
 _TRIED_TOKENS = 4
@@ -62,7 +63,7 @@ def _is_taken(model: PreTrainedModel, body: Any, layout: Layout) -> bool:
 def _has_one_mask(model: PreTrainedModel, layout: Layout) -> bool:
     config = model.config.get_text_config(decoder=True)
     return (
-        model.device.type == "cpu"
+        device_of(model).type == "cpu"
         and model.config._attn_implementation == "sdpa"  # noqa: SLF001 - the library offers no public name
         and all(spec.kind == "kv" and not spec.states for spec in layout.layers)
         and all(TORCH_DTYPES[tensor.dtype] == model.dtype for spec in layout.layers for tensor in spec.tensors)
@@ -82,7 +83,7 @@ def _computes_the_same(model: PreTrainedModel, body: Any, layout: Layout) -> boo
     tokens = 2 * _TRIED_TOKENS
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ids = (torch.arange(tokens) * 7 % vocabulary).unsqueeze(0)
-    begun = [make_layer(spec, _TRIED_TOKENS, 0, model.device) for spec in layout.layers]
+    begun = [make_layer(spec, _TRIED_TOKENS, 0, device_of(model)) for spec in layout.layers]
     _run(body, model, begun, ids[:, :_TRIED_TOKENS])
     own, ours = ([layer.fork(_TRIED_TOKENS) for layer in begun] for _ in range(2))
     behind = ids[:, _TRIED_TOKENS:]

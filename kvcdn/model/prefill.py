@@ -20,6 +20,7 @@ from kvcdn.layout import Layout
 from kvcdn.model.cache import CacheLayer, beside, build_cache, make_layer
 from kvcdn.model.layers import TokenMajorLayer
 from kvcdn.model.mask import mask_beside
+from kvcdn.model.place import device_of
 from kvcdn.model.states import WithStates
 
 
@@ -55,7 +56,7 @@ class ScheduledPrefill:
         self._model = model
         self._layout = layout
         self._layers = (
-            [make_layer(spec, capacity, 0, model.device) for spec in layout.layers]
+            [make_layer(spec, capacity, 0, device_of(model)) for spec in layout.layers]
             if layers is None
             else [layer.alias() for layer in layers]
         )
@@ -82,7 +83,7 @@ class ScheduledPrefill:
     def _pass(self, token_ids: Sequence[int], start: int) -> float:
         started = time.perf_counter()
         with torch.inference_mode():
-            tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=self._model.device)
+            tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=device_of(self._model))
             mask = mask_beside(self._model, self._body, self._layout, start, start + len(token_ids))
             self._body(input_ids=tokens, use_cache=True, **beside(self._body.forward, self.cache, tokens), **mask)
         if tokens.is_cuda:

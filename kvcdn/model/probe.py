@@ -12,6 +12,7 @@ from kvcdn.errors import UnsupportedModelError
 from kvcdn.layout import MAX_STATE_DIMENSIONS, MAX_WINDOW, STATE_NAMES, LayerSpec, Layout, StateSpec, TensorSpec
 from kvcdn.model.cache import beside, output_cache
 from kvcdn.model.layers import DTYPE_NAMES, LibraryDummyLayer, LibraryIndexedLayer
+from kvcdn.model.place import device_of, require_one_device
 from kvcdn.model.states import LibraryHybridLayer, LibraryHybridWindowLayer, LibraryStateLayer
 
 _CACHE_DIMENSIONS = 4
@@ -43,7 +44,7 @@ def probe_layout(model: PreTrainedModel) -> Layout:
     """What `model`'s cache looks like, found by running it on one token. Raises UnsupportedModelError, naming the kind."""
     require_supported(model)
     with torch.inference_mode():
-        token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+        token = torch.zeros((1, 1), dtype=torch.long, device=device_of(model))
         try:
             cache = output_cache(model(input_ids=token, use_cache=True))
         except (ValueError, TypeError, AttributeError) as error:
@@ -64,7 +65,7 @@ def require_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{kind} is an encoder-decoder model; its cross-attention cache is not supported")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all") or getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(f"{kind} reads in both directions: the KV of a token depends on the text behind it")
-    _require_one_device(model)
+    require_one_device(model)
     if kind in _REFUSED:
         raise UnsupportedModelError(f"{kind}: {_REFUSED[kind]}")
     try:
@@ -78,18 +79,6 @@ def require_supported(model: PreTrainedModel) -> None:
             raise UnsupportedModelError(
                 f"{kind} uses {rope} rope: its keys depend on the length of the whole prompt, not on the prefix"
             )
-
-
-def _require_one_device(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError for a model that accelerate spread over several devices that compute."""
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    # What lies on the CPU or on disk beside an accelerator is brought to it for every pass.
-    computing = sorted(places - {"cpu", "disk"})
-    if len(computing) > 1:
-        raise UnsupportedModelError(
-            f"{model.config.model_type} is spread over the devices {', '.join(computing)}; its cache must lie on one",
-            hint="load it on one device, with what does not fit offloaded to the CPU",
-        )
 
 
 def _layer_kind(index: int, layer: Any, model: PreTrainedModel) -> str:
@@ -174,7 +163,7 @@ def _same_first_state(cache: Any, other: Any) -> bool:
 def _require_continuation(model: PreTrainedModel) -> None:
     """Raises UnsupportedModelError unless a pass behind a state continues it: some kernels begin anew, without a word."""
     config = model.config.get_text_config(decoder=True)
-    ids = (torch.arange(_PROBED_TOKENS, device=model.device) * 7 % config.vocab_size).unsqueeze(0)
+    ids = (torch.arange(_PROBED_TOKENS, device=device_of(model)) * 7 % config.vocab_size).unsqueeze(0)
     with torch.inference_mode():
         once = output_cache(model(input_ids=ids, use_cache=True))
         begun, spoilt = (output_cache(model(input_ids=ids[:, :-2], use_cache=True)) for _ in range(2))

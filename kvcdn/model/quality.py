@@ -17,6 +17,7 @@ from kvcdn.certificate import MICRO, NANO, Certificate
 from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.model.cache import beside, build_cache, make_layer, output_cache
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.place import device_of
 from kvcdn.model.prefill import ScheduledPrefill
 
 Kv = Sequence[Sequence[torch.Tensor]]
@@ -120,7 +121,7 @@ class Judge:
     def _run(self, token_ids: Sequence[int], cache: Cache) -> tuple[torch.Tensor, Cache]:
         model = self._loaded.model
         with torch.inference_mode():
-            tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=model.device)
+            tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=device_of(model))
             output = model(input_ids=tokens, use_cache=True, **beside(model.forward, cache, tokens))
             return output.logits[0].float().log_softmax(-1), output_cache(output)
 
@@ -155,7 +156,7 @@ class Judge:
 def cache_of(loaded: LoadedModel, kv: Kv, tokens: int, room: int = 0) -> Cache:
     """A cache that holds copies of the first `tokens` rows of `kv`, with room for `room` more and the tail."""
     layers = []
-    device = loaded.model.device
+    device = device_of(loaded.model)
     for spec, tensors in zip(loaded.identity.layout.layers, kv, strict=True):
         layer = make_layer(spec, tokens + room + CONTINUATION_TOKENS, tokens, device)
         with torch.inference_mode():

@@ -29,6 +29,7 @@ from kvcdn.model.layers import (
     require_dtype,
 )
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.place import device_of
 from kvcdn.model.states import WithStates
 
 _MOST = 0.75
@@ -158,7 +159,7 @@ def _recompute(loaded: LoadedModel, layers: Sequence[Any], token_ids: Sequence[i
     probes = [_probe(layer, span.start, new) for layer, new in zip(layers, fresh, strict=True)]
     cache: Cache = build_cache(model, probes)
     body = getattr(model, model.base_model_prefix, model)
-    ids = torch.tensor([list(token_ids[span.start : span.end])], dtype=torch.long, device=model.device)
+    ids = torch.tensor([list(token_ids[span.start : span.end])], dtype=torch.long, device=device_of(model))
     with torch.inference_mode():
         body(input_ids=ids, use_cache=True, **beside(body.forward, cache, ids))
     for index, probe in enumerate(probes):

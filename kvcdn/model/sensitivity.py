@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.model.cache import build_cache, cache_argument, make_layer
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.place import device_of
 from kvcdn.model.quality import Kv
 
 PROBE_TOKENS = 512
@@ -69,7 +70,7 @@ def _drawn_loss(loaded: LoadedModel, token_ids: Sequence[int], recorded: _Record
     """Minus the log-likelihood of tokens drawn from what the model expects at each of `token_ids`."""
     model = loaded.model
     with torch.inference_mode(mode=False), torch.enable_grad():
-        ids = torch.tensor([list(token_ids)], dtype=torch.long, device=model.device)
+        ids = torch.tensor([list(token_ids)], dtype=torch.long, device=device_of(model))
         logits = model(input_ids=ids, use_cache=True, **{cache_argument(model.forward): recorded.cache}).logits[0].float()
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
@@ -87,7 +88,7 @@ class _Recorder:
         for index, (spec, tensors) in enumerate(zip(specs, kv, strict=True)):
             if spec.kind not in ("kv", "window", "none"):
                 raise UnsupportedModelError(f"the sensitivity of layers of the kind {spec.kind!r} cannot be measured")
-            layer: Any = make_layer(spec, head + 1, head, loaded.model.device)
+            layer: Any = make_layer(spec, head + 1, head, device_of(loaded.model))
             for place, tensor in zip(layer.rows(0, head), tensors, strict=True):
                 place.copy_(tensor[:head])
             if tensors:

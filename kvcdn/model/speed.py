@@ -18,6 +18,7 @@ import torch
 
 from kvcdn.digest import ModelTag
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.place import device_of
 from kvcdn.model.remembered import Remembered
 
 Sort = Literal["blocks", "prompts", "rests"]
@@ -194,7 +195,7 @@ def _sensible(value: Any) -> bool:
 
 
 def _key(loaded: LoadedModel) -> str:
-    return _key_of(loaded.identity.tag, loaded.model.device, loaded.model.dtype)
+    return _key_of(loaded.identity.tag, device_of(loaded.model), loaded.model.dtype)
 
 
 def _key_of(tag: ModelTag, device: torch.device, dtype: torch.dtype) -> str:
