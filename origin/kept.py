@@ -16,6 +16,7 @@ import torch
 from kvcdn.digest import Digest
 from kvcdn.keys import PrefixNames
 from kvcdn.layout import Layout
+from kvcdn.manifest import BlockEntry
 from kvcdn.model.cache import CacheLayer, make_layer
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.place import device_of
@@ -28,10 +29,10 @@ _ROOM = 2
 
 @dataclass(frozen=True)
 class KeptBlock:
-    """A block in memory; `etag` is of its object at the origin, None where it was computed and not written."""
+    """A block in memory; `entry` is of its object at the origin, None where it was computed and not written."""
 
     address: Digest
-    etag: Digest | None
+    entry: BlockEntry | None
     publisher: PublicKey
 
 

@@ -174,13 +174,13 @@ class Run:
     def compute(self, token_ids: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
         """The exact KV of the prefix, [tokens, heads, dim] a tensor of each layer: loaded where it is there, else computed."""
         prefill, held = self.kept.prefill(self.loaded, self.names)
-        etags = [entry.etag if entry else None for entry in self._begin(prefill, held, stored=False)]
+        entries = self._begin(prefill, held, stored=False)
         for block in prefill.run(token_ids, start=self._tokens_loaded):
             self._count(block)
             self._report()
-            etags.append(None)
+            entries.append(None)
         addresses = (name.address for name in self.names.blocks)
-        self.kept.hold([self._kept_block(address, etag) for address, etag in zip(addresses, etags, strict=True)])
+        self.kept.hold([self._kept_block(address, entry) for address, entry in zip(addresses, entries, strict=True)])
         return prefill.rows(len(token_ids))
 
     def after(self, other: Run) -> None:
@@ -219,11 +219,11 @@ class Run:
                     future.cancel()
         remember_passes(self.loaded, self._passes)
         ours = itertools.takewhile(lambda entry: entry.address not in self._others, entries)
-        self.kept.hold([self._kept_block(entry.address, entry.etag) for entry in ours])
+        self.kept.hold([self._kept_block(entry.address, entry) for entry in ours])
         return entries
 
-    def _kept_block(self, address: Digest, etag: Digest | None) -> KeptBlock:
-        return KeptBlock(address, etag, self._signers.get(address, self._key.public))
+    def _kept_block(self, address: Digest, entry: BlockEntry | None) -> KeptBlock:
+        return KeptBlock(address, entry, self._signers.get(address, self._key.public))
 
     def _count(self, block: PrefilledBlock) -> None:
         self._prefill_seconds += block.seconds
@@ -245,7 +245,7 @@ class Run:
         entries: list[BlockEntry | None] = []
         for name, kept in zip(blocks[:missing], held, strict=False):
             entry = self._entry(name, kept)
-            if entry and entry.etag != kept.etag:
+            if entry and entry != kept.entry:
                 self.kept.hold(held[: len(entries)])  # what is behind is overwritten now
                 break
             self._signers[name.address] = kept.publisher
@@ -274,10 +274,12 @@ class Run:
         info = self._store.stat(key)
         if info is None:
             return None
-        etag = hash_bytes(read_envelope(self._store, key))
-        if etag == kept.etag:  # the very bytes that were checked before: parsing and checking them takes milliseconds
+        same = BlockEntry(name.address, name.tokens, info.size, hash_bytes(read_envelope(self._store, key)))
+        if same == kept.entry:  # the very bytes that were checked before: parsing and checking them takes milliseconds
             self._trust.require(kept.publisher, f"block {name.address}")
-        return BlockEntry(name.address, name.tokens, info.size, etag)
+            return same
+        header = self._checked(read_header(self._store, key), name, info.size)
+        return BlockEntry(name.address, name.tokens, header.size, header.etag)
 
     def header(self, name: BlockName) -> BlockHeader | None:
         """The header of a block at the origin; None where it is not there."""

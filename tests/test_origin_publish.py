@@ -240,6 +240,27 @@ def test_what_is_kept_is_what_lies_at_the_origin(loaded, token_ids):
     assert 0 == private.publish(token_ids[:1400]).tokens_loaded
 
 
+def test_what_is_kept_is_built_upon_only_where_it_is_whole_and_trusted(loaded, token_ids):
+    """An object that was cut at the origin is named, as in https://github.com/restic/restic/issues/3023.
+
+    Whoever hands memory on to a publisher with another trust list hands no trust on.
+    """
+    store, key = MemoryStore(), SigningKey.generate()
+    publisher = Publisher(loaded, store, key)
+    publisher.publish(token_ids[:1100])
+    stranger = Publisher(loaded, store, SigningKey.generate())
+    stranger.kept = publisher.kept
+    with pytest.raises(UntrustedError, match=key.public.text):
+        stranger.publish(token_ids[:1200])
+    (first, *_) = PrefixNames.of(loaded.identity, Namespace.public(), token_ids).blocks
+    name = block_key(loaded.identity.tag, first.address)
+    data = store.read(name)
+    store.delete(name)
+    store.create(name, [data[:-1]])
+    with pytest.raises(CorruptError, match=str(first.address)):
+        publisher.publish(token_ids[:1200])
+
+
 def test_a_namespace_shares_nothing_with_the_public(loaded, token_ids):
     """A private document has other names, and its own copies."""
     store, key = MemoryStore(), SigningKey.generate()
