@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from kvcdn.client.causes import ADVICE, Cause, Certainty
@@ -87,6 +88,10 @@ class Lint:
         return self.shared // self.block_tokens * self.block_tokens
 
 
+_SPELLING = (Cause.LINE_ENDINGS, Cause.WHITESPACE, Cause.UNICODE)
+"""What one function mends wherever it is."""
+
+
 @dataclass(frozen=True)
 class _Change:
     """A difference of two samples: characters [start, end) of the first, `at` the first different one; `run` equal follow."""
@@ -118,8 +123,21 @@ def lint_samples(samples: Sequence[Sample], view: View) -> Lint:
     ends = [problem.token for problem in problems[1:]] + [first.token(own) if own < len(first.text) else len(first.token_ids)]
     for problem, end in zip(problems, ends if problems else (), strict=True):
         problem.mended = end
-    problems += _suspects(views[0], first, own, problems, alone=len(views) == 1)
+    suspects = _suspects(views[0], first, own, problems, alone=len(views) == 1)
+    problems = [*_mended_at_once(problems), *suspects]
     return Lint(len(views), len(first.token_ids), shared, view.identity.layout.block_tokens, problems)
+
+
+def _mended_at_once(problems: Sequence[Problem]) -> list[Problem]:
+    """One problem for those in a row that are mended in one place, once: a text's line ends are all of one kind."""
+    kept: list[Problem] = []
+    for cause, group in groupby(problems, key=lambda problem: problem.cause):
+        several = list(group)
+        if cause in _SPELLING and len(several) > 1:
+            first, last = several[0], several[-1]
+            several = [replace(first, mended=last.mended, detail=f"{first.detail}; and {len(several) - 1} more of this kind")]
+        kept += several
+    return kept
 
 
 def _compare(view: View, first: Spelling, other: View, spelling: Spelling) -> tuple[list[Problem], int]:

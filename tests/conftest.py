@@ -42,6 +42,15 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny-llama"))
 
 
+@pytest.fixture(name="short_blocks")
+def _short_blocks() -> Iterator[None]:
+    """Short texts have several blocks."""
+    from support.published import short_blocks
+
+    with short_blocks():
+        yield
+
+
 @pytest.fixture(scope="session")
 def document() -> Document:
     """A document of three blocks, sealed as real ones are, of no model."""

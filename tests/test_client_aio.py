@@ -8,37 +8,27 @@ import threading
 import pytest
 import torch
 
-from kvcdn import layout
 from kvcdn.client import AsyncClient, Client, Stop, StoppedError
 from kvcdn.client.transport import EdgeSource
 from kvcdn.errors import UsageError
-from kvcdn.model.tokens import Prompt
 from support.faults import Fault, faulty_link
-from support.published import publish_text
+from support.published import asked, publish_text, short_blocks
 from support.tiny import tiny_checkpoint
 from support.waiting import WAIT_SECONDS
 from support.web import running_web
 
-BLOCK, TOKENS = 64, 2 * 64 + 20
-QUESTION = (17, 4, 250, 9, 33)
+TOKENS = 2 * 64 + 20
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 ENDLESS = {"max_new_tokens": 7000, "do_sample": False, "eos_token_id": -1}
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("model"), dtype=torch.float32), tokens=TOKENS)
-
-
-def asked(published):
-    return Prompt((*published.token_ids, *QUESTION), (TOKENS,))
 
 
 class Written:

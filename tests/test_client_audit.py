@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from kvcdn import layout
 from kvcdn.block import seal_block
 from kvcdn.client import MissReason
 from kvcdn.client.transport import StoreSource
@@ -15,33 +14,24 @@ from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.keyring import distrust_path, distrust_publisher, forgive_publisher, load_distrust, trust_publisher
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
-from kvcdn.model.tokens import Prompt
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.command import kvcdn
-from support.published import publish_text
+from support.published import BLOCK, asked, publish_text, short_blocks
 from support.tiny import tiny_checkpoint
 
-BLOCK, TOKENS = 64, 3 * 64 + 20
-QUESTION = (17, 4, 250, 9, 33)
+TOKENS = 3 * 64 + 20
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("model")), tokens=TOKENS)
-
-
-def asked(published):
-    return Prompt((*published.token_ids, *QUESTION), (TOKENS,))
 
 
 def names_of(published):

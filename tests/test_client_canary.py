@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcdn import layout
 from kvcdn.block import open_header, seal_block
 from kvcdn.client import Client, MissReason
 from kvcdn.client.transport import StoreSource
@@ -24,28 +23,20 @@ from kvcdn.model.weights import sample_weights
 from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey
 from kvcdn.stores.memory import MemoryStore
-from support.published import publish_text
+from support.published import QUESTION, asked, publish_text, short_blocks
 from support.tiny import tiny_checkpoint
 
-BLOCK, TOKENS = 64, 3 * 64 + 20
-QUESTION = (17, 4, 250, 9, 33)
+TOKENS = 3 * 64 + 20
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("model")), tokens=TOKENS)
-
-
-def asked(published):
-    return Prompt((*published.token_ids, *QUESTION), (TOKENS,))
 
 
 def reseal(published, change, key=None):

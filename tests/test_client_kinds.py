@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvcdn import layout
 from kvcdn.block import open_header
 from kvcdn.client import Client, delivery, readers
 from kvcdn.client.report import MissReason
@@ -17,7 +16,7 @@ from kvcdn.model.cache import cache_argument
 from kvcdn.model.tokens import Prompt
 from kvcdn.origin.publish import Publisher
 from kvcdn.stores.memory import MemoryStore
-from support.published import publish_text
+from support.published import BLOCK, QUESTION, asked, publish_text, short_blocks
 from support.stock import continued, stock_cache
 from support.tiny import (
     FULL_ATTENTION_KINDS,
@@ -32,12 +31,8 @@ from support.tiny import (
 )
 from support.web import running_web
 
-BLOCK = 64
-"""Small blocks, so that a short text has several: the schedule is the format's with this one limit lower."""
-
 TOKENS = 3 * BLOCK + 20
 STEPS = 3
-QUESTION = (17, 4, 250, 9, 33)
 
 PROMPTS = {
     "the document and a question": (TOKENS, TOKENS, 4),
@@ -47,9 +42,7 @@ PROMPTS = {
 """Leading tokens of the document in the prompt; tokens to be reused; passes that made them."""
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,8 +122,7 @@ def test_a_model_that_is_offloaded_answers_the_same(tmp_path, kind, where):
 @pytest.fixture(scope="module")
 def alternating(tmp_path_factory):
     """A model of windows of 32 tokens, full attention, and layers that share: each kind there is, in blocks of 64."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         return publish_text(
             tiny_checkpoint(tmp_path_factory.mktemp("model"), "gemma3n_text", dtype=torch.float32), tokens=TOKENS
         )
@@ -162,10 +154,6 @@ def block_keys(published):
     identity = published.loaded.identity
     names = PrefixNames.of(identity, Namespace.public(), published.token_ids)
     return [block_key(identity.tag, name.address) for name in names.blocks]
-
-
-def asked(published):
-    return Prompt((*published.token_ids, *QUESTION), (TOKENS,))
 
 
 def same_as_stock(published, prepared):

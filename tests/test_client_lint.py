@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,6 +66,17 @@ def test_two_problems_are_two_and_mending_adds_up(stage):
     assert second.token == first.mended
     assert first.behind > second.behind >= len(ids(stage, LATER)) - 5
     assert second.token + second.behind <= second.mended <= len(ids(stage, texts[0]))
+
+
+def test_line_ends_of_another_kind_are_one_problem(stage):
+    """Not one for each line: they are mended in one place."""
+    text = BASE[:1500]
+    [found] = lint(stage, text, text.replace("\n", "\r\n")).problems
+    assert Cause.LINE_ENDINGS is found.cause
+    assert re.search(r"; and \d+ more of this kind$", found.detail)
+    assert found.mended > len(ids(stage, text)) - 40
+    assert found.token <= 2
+    assert found.behind > 100
 
 
 def test_samples_that_share_all_but_their_questions_have_no_problem(stage):

@@ -15,7 +15,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from kvcdn import layout
 from kvcdn.client import Client, MissReason, local
 from kvcdn.client.fetch import PrefixFetch
 from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes
@@ -31,32 +30,27 @@ from support.command import kvcdn
 from support.library import small_model
 from support.local_agents import QUESTION as AGENTS_QUESTION
 from support.local_agents import TOKENS as AGENTS_TOKENS
-from support.published import publish_text
+from support.published import BLOCK, QUESTION, publish_text, short_blocks
 from support.stock import continued, stock_cache
 from support.tiny import TEXT, tiny_checkpoint
 from support.waiting import WAIT_SECONDS
 from support.web import running_web
 
-BLOCK = 64
 TOKENS = 3 * BLOCK + 20
 STEPS = 3
-QUESTION = (17, 4, 250, 9, 33)
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 KINDS = ("llama", "deepseek_v3", "deepseek_v32", "mistral-window", "gpt_oss", "gemma3n_text")
 """Full attention, latents, an indexer, windows in all layers and in some, layers that share."""
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
     """Three blocks of 64 tokens and a tail."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("llama"), dtype=torch.float32), tokens=TOKENS)
 
 

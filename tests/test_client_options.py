@@ -10,28 +10,23 @@ import torch
 from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, MinLengthLogitsProcessor
 from transformers.generation import GenerationMixin
 
-from kvcdn import layout
 from kvcdn.client.options import OWNED, PASSES, REFUSED, check_options, options_table
 from kvcdn.errors import UsageError
 from kvcdn.model.cache import cache_argument
 from kvcdn.model.tokens import Prompt
-from support.published import publish_text
+from support.published import QUESTION, publish_text, short_blocks
 from support.stock import stock_cache
 from support.tiny import tiny_checkpoint
 
-BLOCK, TOKENS = 64, 2 * 64 + 20
-QUESTION = (17, 4, 250, 9, 33)
+TOKENS = 2 * 64 + 20
 SIX = {"max_new_tokens": 6, "pad_token_id": 1}
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 def publish(tmp_path_factory, kind):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         return publish_text(tiny_checkpoint(tmp_path_factory.mktemp(kind), kind, dtype=torch.float32), tokens=TOKENS)
 
 

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kvcdn import layout
 from kvcdn.client import MissReason
 from kvcdn.client.transport import StoreSource
 from kvcdn.errors import UsageError
@@ -17,22 +16,19 @@ from kvcdn.model.tokens import Prompt, encode_chat
 from kvcdn.origin.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
-from support.published import Published, publish_text
+from support.published import BLOCK, Published, publish_text, short_blocks
 from support.tiny import INDEXED_KINDS, SHARED_KINDS, STATE_KINDS, TEXT, WINDOW_KINDS, tiny_checkpoint
 
-BLOCK, TOKENS = 64, 2 * 64 + 20
+TOKENS = 2 * 64 + 20
 GREEDY = {"max_new_tokens": 5, "do_sample": False}
 KINDS = ("llama", "gemma3n_text", "deepseek_v32")
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 def publish(tmp_path_factory, kind):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         # With few heads many scores of an indexer are exactly 0, and which of equals it takes is not said.
         more = {"index_n_heads": 16} if kind in INDEXED_KINDS else {}
         folder = tmp_path_factory.mktemp(kind)
@@ -182,8 +178,7 @@ def chat(tmp_path_factory):
 
 def publish_opening(tmp_path_factory, kind):
     """A system message published, in blocks of 64 tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         loaded = load_model(str(tiny_checkpoint(tmp_path_factory.mktemp(kind), kind, dtype=torch.float32)))
         store, key = MemoryStore(), SigningKey.generate()
         token_ids = encode_chat(loaded.tokenizer, [{"role": "system", "content": TEXT[:500]}], answer_follows=False).token_ids

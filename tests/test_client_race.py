@@ -27,23 +27,19 @@ from kvcdn.model.tokens import Prompt
 from kvcdn.signing import TrustList
 from kvcdn.stores.memory import MemoryStore
 from support.link import SlowLink
-from support.published import publish_text
+from support.published import BLOCK, QUESTION, publish_text, short_blocks
 from support.stock import continued, stock_cache
 from support.tiny import tiny_checkpoint
 from support.waiting import until
 
-BLOCK = 64
 TOKENS = 4 * BLOCK + 20
-QUESTION = (17, 4, 250, 9, 33)
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 KINDS = ("llama", "gemma3n_text", "mistral-window", "deepseek_v3", "gpt_oss", "deepseek_v32")
 """Full attention; windows with shared layers; windows only; latents; windows in some layers and sinks; indexer keys."""
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +65,7 @@ def published(tmp_path_factory):
             made[kind].blocks = list(blocks.run(made[kind].token_ids))
         return made[kind]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         yield publish
 
 

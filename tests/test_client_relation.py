@@ -10,33 +10,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcdn import layout
 from kvcdn.client.tensors import read_prompts
 from kvcdn.errors import UsageError
 from kvcdn.model.cache import cache_argument
 from kvcdn.model.tokens import Prompt
-from support.published import publish_text
+from support.published import BLOCK, QUESTION, asked, publish_text, short_blocks
 from support.tiny import tiny_checkpoint
 
-BLOCK, TOKENS = 64, 2 * 64 + 20
-QUESTION = (17, 4, 250, 9, 33)
+TOKENS = 2 * 64 + 20
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("model"), dtype=torch.float32), tokens=TOKENS)
-
-
-def asked(published):
-    return Prompt((*published.token_ids, *QUESTION), (TOKENS,))
 
 
 def other_ids(inputs):

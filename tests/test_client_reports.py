@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvcdn import layout
 from kvcdn.client import Client, MissReason
 from kvcdn.client.transport import StoreSource
 from kvcdn.errors import UsageError
@@ -22,23 +21,19 @@ from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.local import LocalStore
 from kvcdn.stores.memory import MemoryStore
 from support.lora import tiny_adapter
-from support.published import publish_text
+from support.published import BLOCK, QUESTION, asked, publish_text, short_blocks
 from support.tiny import TEXT, tiny_checkpoint
 
-BLOCK, TOKENS = 64, 2 * 64 + 20
-QUESTION = (17, 4, 250, 9, 33)
+TOKENS = 2 * 64 + 20
 GREEDY = {"max_new_tokens": 5, "do_sample": False}
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+    with short_blocks():
         return publish_text(tiny_checkpoint(tmp_path_factory.mktemp("model"), dtype=torch.float32), tokens=TOKENS)
 
 
@@ -46,10 +41,6 @@ def publish(folder, kind):
     """In float32. With few heads many scores of an indexer are exactly 0, and which of equals it takes is not said."""
     more = {"index_n_heads": 16} if kind == "deepseek_v32" else {}
     return publish_text(tiny_checkpoint(folder, kind, dtype=torch.float32, **more), tokens=TOKENS)
-
-
-def asked(published):
-    return Prompt((*published.token_ids, *QUESTION), (TOKENS,))
 
 
 def alone(model, prompt):

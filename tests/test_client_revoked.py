@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcdn import layout
 from kvcdn.client import MissReason
 from kvcdn.keyring import keep_revocations, load_revocations
 from kvcdn.origin.catalog import list_published
@@ -13,17 +12,15 @@ from kvcdn.origin.publish import Publisher
 from kvcdn.origin.revocation import Targets, change_revocations, document_addresses
 from kvcdn.revocation import revocation_key
 from kvcdn.signing import SigningKey, TrustList
-from support.published import publish_text
+from support.published import BLOCK, publish_text
 from support.tiny import tiny_checkpoint
 
-BLOCK, TOKENS = 64, 2 * 64 + 20
+TOKENS = 2 * 64 + 20
 
 KEY, STRANGER = SigningKey.generate(), SigningKey.generate()
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_TOKENS", BLOCK)
+pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
 @pytest.fixture

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcdn import layout
 from kvcdn.client import Client
 from kvcdn.client.transport import StoreSource
 from kvcdn.keys import PRECISIONS
 from kvcdn.model.load import LoadedModel, load_model
-from kvcdn.model.tokens import encode_text
+from kvcdn.model.tokens import Prompt, encode_text
 from kvcdn.origin.publish import Publisher, PublishResult
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
 from kvcdn.stores.memory import MemoryStore
 from support.tiny import TEXT
+
+BLOCK = 64
+"""Tokens of a short block."""
+
+QUESTION = (17, 4, 250, 9, 33)
+"""Behind a document, tokens that it does not go on with."""
+
+
+@contextmanager
+def short_blocks() -> Iterator[None]:
+    """Blocks of `BLOCK` tokens, so that a short text has several: the schedule is the format's with this one limit lower."""
+    before, layout.MAX_BLOCK_TOKENS = layout.MAX_BLOCK_TOKENS, BLOCK
+    try:
+        yield
+    finally:
+        layout.MAX_BLOCK_TOKENS = before
 
 
 @dataclass
@@ -47,6 +66,11 @@ class Published:
         if vouched and client.loaded is not None:
             client._supply.gate._canary.vouch({(self.key.public, precision) for precision in PRECISIONS})
         return client
+
+
+def asked(published: Published) -> Prompt:
+    """The document and a question."""
+    return Prompt((*published.token_ids, *QUESTION), (len(published.token_ids),))
 
 
 def publish_text(checkpoint: Path, *, text: str = TEXT, store: BlobStore | None = None, tokens: int | None = None) -> Published:
