@@ -4,10 +4,10 @@ from kvcdn.client.aio import AsyncClient
 from kvcdn.client.answer import Answer, Continuation, Prepared
 from kvcdn.client.client import Client
 from kvcdn.client.conversation import Conversation
-from kvcdn.client.plan import Prices
+from kvcdn.client.loading.report import Audited, MissReason, Report
+from kvcdn.client.planning.plan import Prices
+from kvcdn.client.planning.race import StoppedError
 from kvcdn.client.prefix import Prefix
-from kvcdn.client.race import StoppedError
-from kvcdn.client.report import Audited, MissReason, Report
 from kvcdn.client.streaming import AnswerStream, Stop
 from kvcdn.client.usage import Usage
 

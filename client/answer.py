@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from kvcdn.client.report import Report
+from kvcdn.client.loading.report import Report
 
 
 @dataclass

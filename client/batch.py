@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.generation import Generation
-from kvcdn.client.report import Report
+from kvcdn.client.loading.report import Report
 from kvcdn.client.rest import completed
 from kvcdn.errors import UsageError
 from kvcdn.layout import LayerSpec

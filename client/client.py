@@ -19,33 +19,33 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from kvcdn.client import samples
 from kvcdn.client.answer import Answer, Prepared
-from kvcdn.client.attempt import Attempt
 from kvcdn.client.batch import Row, run_batch
 from kvcdn.client.conversation import Conversation
-from kvcdn.client.difference import common_length
-from kvcdn.client.explain import Explainer
-from kvcdn.client.explanation import Explanation
-from kvcdn.client.gate import Gate
+from kvcdn.client.explaining import samples
+from kvcdn.client.explaining.difference import common_length
+from kvcdn.client.explaining.explain import Explainer
+from kvcdn.client.explaining.explanation import Explanation
+from kvcdn.client.explaining.shelf import Shelf
+from kvcdn.client.explaining.surroundings import look_around
+from kvcdn.client.explaining.views import View
 from kvcdn.client.generation import Generation
 from kvcdn.client.guard import Guard, mark
-from kvcdn.client.local import LocalPrefixes
-from kvcdn.client.plan import Aim, Prices
+from kvcdn.client.loading.local import LocalPrefixes
+from kvcdn.client.loading.report import Report
+from kvcdn.client.planning.attempt import Attempt
+from kvcdn.client.planning.plan import Aim, Prices
+from kvcdn.client.planning.race import StoppedError
+from kvcdn.client.planning.refine import Refiner
+from kvcdn.client.planning.supply import Supply
 from kvcdn.client.prefix import ModelState, Prefix
-from kvcdn.client.race import StoppedError
-from kvcdn.client.refine import Refiner
-from kvcdn.client.report import Report
-from kvcdn.client.revoked import Revoked
-from kvcdn.client.shelf import Shelf
-from kvcdn.client.sources import open_source
+from kvcdn.client.sources.sources import open_source
+from kvcdn.client.sources.transport import Source
 from kvcdn.client.streaming import AnswerStream, Stop, stream_answer
-from kvcdn.client.supply import Supply
-from kvcdn.client.surroundings import look_around
 from kvcdn.client.tensors import read_prompts
-from kvcdn.client.transport import Source
+from kvcdn.client.trust.gate import Gate
+from kvcdn.client.trust.revoked import Revoked
 from kvcdn.client.usage import Usage
-from kvcdn.client.views import View
 from kvcdn.codec import load_codecs
 from kvcdn.errors import KvcdnError, UnsupportedModelError, UsageError
 from kvcdn.keyring import load_namespace, load_trust

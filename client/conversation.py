@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcdn.client.answer import Answer
-from kvcdn.client.difference import common_length
+from kvcdn.client.explaining.difference import common_length
 from kvcdn.client.generation import Generation
+from kvcdn.client.loading.report import Refining, Report
 from kvcdn.client.prefix import ModelState
-from kvcdn.client.report import Refining, Report
 from kvcdn.client.rest import completed, reaches
 from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.errors import UnsupportedModelError, UsageError

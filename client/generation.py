@@ -11,8 +11,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from transformers.cache_utils import Cache
 
 from kvcdn.client.answer import Answer, Continuation, Prepared
+from kvcdn.client.loading.report import Report
 from kvcdn.client.options import check_options
-from kvcdn.client.report import Report
 from kvcdn.client.streaming import PieceStreamer, Stop
 from kvcdn.model.cache import cache_argument
 from kvcdn.model.place import device_of

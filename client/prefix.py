@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.batch import Row, run_batch
-from kvcdn.client.difference import common_length
+from kvcdn.client.explaining.difference import common_length
 from kvcdn.client.generation import Generation
-from kvcdn.client.report import Refining, Report
+from kvcdn.client.loading.report import Refining, Report
 from kvcdn.client.rest import completed, reaches
 from kvcdn.client.streaming import AnswerStream, stream_answer
 from kvcdn.digest import Digest

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Self
 
 from kvcdn.accounting.entry import Key, Loss, Outcome, Part, hour_of
 from kvcdn.accounting.recorder import Recorder
-from kvcdn.client.report import MissReason, Report
-from kvcdn.client.tally import Tally
+from kvcdn.client.loading.report import MissReason, Report
+from kvcdn.client.network.tally import Tally
 from kvcdn.digest import ModelTag
 
 if TYPE_CHECKING:
-    from kvcdn.client.attempt import Attempt
+    from kvcdn.client.planning.attempt import Attempt
 
 FLUSH_SECONDS = 0.2
 """How long counts wait in memory: what is lost of a client that is killed."""

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from kvcdn.client.audit import audit_block, auditable, choose_blocks, find_culprit
 from kvcdn.client.client import Client
-from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.match import PublishedPrefix, find_in_precisions
-from kvcdn.client.report import Audited
+from kvcdn.client.loading.fetch import PrefixFetch
+from kvcdn.client.loading.match import PublishedPrefix, find_in_precisions
+from kvcdn.client.loading.report import Audited
+from kvcdn.client.trust.audit import audit_block, auditable, choose_blocks, find_culprit
 from kvcdn.errors import NotFoundError
 from kvcdn.keys import BlockName
 from kvcdn.model.cache import GROWTH_TOKENS, beside, build_cache, output_cache

@@ -18,36 +18,36 @@ from pathlib import Path
 from kvcdn.access import listening
 from kvcdn.access.guard import read_token
 from kvcdn.access.tasks import beside
-from kvcdn.edge import sockets
-from kvcdn.edge.access import AccessLogger, access_log
-from kvcdn.edge.administration import Administration
-from kvcdn.edge.admission import Admission
-from kvcdn.edge.app import Edge
-from kvcdn.edge.collectors import CacheCollector, OriginCollector, PinCollector, TrafficCollector
-from kvcdn.edge.express import Express
-from kvcdn.edge.fetch import Fetcher
-from kvcdn.edge.front import Answering, FrontedServer
-from kvcdn.edge.guard import Guard
-from kvcdn.edge.hops import Hops
-from kvcdn.edge.logs import ROOT, logging_to_stderr
-from kvcdn.edge.metrics import Metrics
-from kvcdn.edge.origins import Origin, Origins
-from kvcdn.edge.peers import Peers
-from kvcdn.edge.pins import Pins
-from kvcdn.edge.presence import Presence
-from kvcdn.edge.recall import Recall
-from kvcdn.edge.requests import Handler, on_its_trail
-from kvcdn.edge.revocations import KeptLists, Revoked, Watch
-from kvcdn.edge.scrub import Scrub
-from kvcdn.edge.sending import FileBody
+from kvcdn.edge.answers.access import AccessLogger, access_log
+from kvcdn.edge.answers.administration import Administration
+from kvcdn.edge.answers.app import Edge
+from kvcdn.edge.answers.express import Express
+from kvcdn.edge.answers.front import Answering, FrontedServer
+from kvcdn.edge.answers.requests import Handler, on_its_trail
+from kvcdn.edge.disk.storage import DiskCache
+from kvcdn.edge.fills.origins import Origin, Origins
+from kvcdn.edge.fills.peers import Peers
+from kvcdn.edge.fills.revocations import KeptLists, Revoked, Watch
+from kvcdn.edge.http import sockets
+from kvcdn.edge.http.hops import Hops
+from kvcdn.edge.http.sending import FileBody
+from kvcdn.edge.reads.fetch import Fetcher
+from kvcdn.edge.reads.presence import Presence
 from kvcdn.edge.settings import ENV_PREFIX, RELOADABLE, EdgeSettings
-from kvcdn.edge.status import Status
-from kvcdn.edge.storage import DiskCache
+from kvcdn.edge.telemetry.logs import ROOT, logging_to_stderr
+from kvcdn.edge.telemetry.metrics import Metrics
+from kvcdn.edge.telemetry.tracing import Tracing, open_tracing, require_tracing
+from kvcdn.edge.telemetry.traffic import Traffic
+from kvcdn.edge.tenants.admission import Admission
+from kvcdn.edge.tenants.guard import Guard
+from kvcdn.edge.tenants.usage import EdgeUsage
 from kvcdn.edge.threads import in_thread
-from kvcdn.edge.tracing import Tracing, open_tracing, require_tracing
-from kvcdn.edge.traffic import Traffic
-from kvcdn.edge.usage import EdgeUsage
-from kvcdn.edge.warm import Warming
+from kvcdn.edge.upkeep.collectors import CacheCollector, OriginCollector, PinCollector, TrafficCollector
+from kvcdn.edge.upkeep.pins import Pins
+from kvcdn.edge.upkeep.recall import Recall
+from kvcdn.edge.upkeep.scrub import Scrub
+from kvcdn.edge.upkeep.status import Status
+from kvcdn.edge.upkeep.warm import Warming
 from kvcdn.errors import KvcdnError, UsageError
 from kvcdn.signing import TrustList
 from kvcdn.store import BlobStore

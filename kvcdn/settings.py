@@ -1,7 +1,8 @@
 """Settings sources: a service's TOML file and its variables, and how what is wrong with them is told.
 
-What a service can be told is a model of its own (`kvcdn.edge.settings`, `kvcdn.origin.settings`); where settings come from and
-how they are refused is the same for all, and here. Besides `keyring` and `passphrase` the only core module that reads a file.
+What a service can be told is a model of its own (`kvcdn.edge.settings`, `kvcdn.origin.publishing.settings`); where settings
+come from and how they are refused is the same for all, and here. Besides `keyring` and `passphrase` the only core module that
+reads a file.
 """
 
 from __future__ import annotations

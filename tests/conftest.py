@@ -90,7 +90,7 @@ def run(tmp_path: Path) -> Callable[..., Ran]:
 @pytest.fixture(autouse=True)
 def _asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No second request overtakes a late one, unless a test is about that: on a busy machine any answer may be late."""
-    edges = sys.modules.get("kvcdn.client.edges")
+    edges = sys.modules.get("kvcdn.client.network.edges")
     for name in ("HEDGE_UNKNOWN_SECONDS", "HEDGE_FLOOR_SECONDS") if edges else ():
         monkeypatch.setattr(edges, name, 1000.0)
 

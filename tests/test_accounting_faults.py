@@ -26,8 +26,8 @@ from kvcdn.client.usage import Usage
 from kvcdn.economics.prices import Delivery, Store
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.tokens import encode_text
-from kvcdn.origin.publish import Publisher
-from kvcdn.origin.usage import OriginUsage
+from kvcdn.origin.publishing.publish import Publisher
+from kvcdn.origin.service.usage import OriginUsage
 from kvcdn.stores.memory import MemoryStore
 from support.edge_process import ask, metric, running_edge, settle
 from support.faults import Fault, faulty_link

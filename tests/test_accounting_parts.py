@@ -13,8 +13,8 @@ from kvcdn.accounting.ledger import Ledger
 from kvcdn.accounting.snapshot import Snapshot
 from kvcdn.client import Client
 from kvcdn.client.usage import Usage
-from kvcdn.origin.publish import Publisher
-from kvcdn.origin.usage import OriginUsage
+from kvcdn.origin.publishing.publish import Publisher
+from kvcdn.origin.service.usage import OriginUsage
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
 from support.edge_process import WatchedStore, ask, ask_match, edge_in_thread, settle
@@ -138,7 +138,7 @@ def test_who_lost_the_hit(published, tmp_path, what, loss):
         options["mode"] = "compute"
     store = WatchedStore(published.store)
     store.down = what == "down"
-    from kvcdn.client.transport import StoreSource
+    from kvcdn.client.sources.transport import StoreSource
 
     with published.client(StoreSource(store), **options) as client:
         prompt = encode_text(client.tokenizer, text + QUESTION, [len(text)])
@@ -270,8 +270,8 @@ def test_a_batch_counts_what_it_used(published, tmp_path):
 
 def test_jobs_of_a_service_are_counted_when_they_have_ended(published, tmp_path):
     """On their tenants' account; an attempt that is made again is no publication, and none that failed."""
-    from kvcdn.origin.attempt import Ending
-    from kvcdn.origin.attempt import Outcome as Attempted
+    from kvcdn.origin.service.attempt import Ending
+    from kvcdn.origin.service.attempt import Outcome as Attempted
 
     with OriginUsage(tmp_path / "origin.sqlite") as usage:
         usage.tried(Attempted(Ending.PUBLISHED, published.result.to_json()), "acme")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcdn.cli.against.link import counted_link
-from kvcdn.cli.against.lmcache import interpreter
-from kvcdn.cli.machine import machine, spread
-from kvcdn.cli.nginx import nginx_path
-from kvcdn.cli.processes import cpu_seconds, with_children
+from kvcdn.cli.bench.against.link import counted_link
+from kvcdn.cli.bench.against.lmcache import interpreter
+from kvcdn.cli.bench.machine import machine, spread
+from kvcdn.cli.bench.nginx import nginx_path
+from kvcdn.cli.bench.processes import cpu_seconds, with_children
 from support.benched import check_benched
 from support.command import kvcdn
 from support.tiny import ROOT, tiny_checkpoint
@@ -30,8 +30,8 @@ def found(tmp_path_factory):
     """One run of everything but LMCache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVCDN_LMCACHE_PYTHON", "/nowhere/python")
-        patch.setattr("kvcdn.cli.against.faults.BIT_FLIPS", 2)
-        patch.setattr("kvcdn.cli.against.faults.SECTORS", 1)
+        patch.setattr("kvcdn.cli.bench.against.faults.BIT_FLIPS", 2)
+        patch.setattr("kvcdn.cli.bench.against.faults.SECTORS", 1)
         ran = kvcdn(
             "bench", "against", "--model", str(tiny_checkpoint(tmp_path_factory.mktemp("model"))), "--tokens", str(TOKENS),
             "--document", str(ROOT / "LICENSE"), "--runs", "2", "--precision", "native,int8",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcdn.cli.bench_codec import PUBLISHED
-from kvcdn.cli.bench_codec_plot import draw_codecs
+from kvcdn.cli.bench.codec import PUBLISHED
+from kvcdn.cli.bench.codec_plot import draw_codecs
 from kvcdn.errors import UsageError
 from kvcdn.keys import LOSSY
 from support.benched import check_benched

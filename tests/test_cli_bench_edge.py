@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvcdn.block import SegmentVerifier, open_header
-from kvcdn.cli.bench_edge import MIB, Sizes, measure_edge
-from kvcdn.cli.bench_objects import write_object
-from kvcdn.cli.bench_restart import measure_restart
-from kvcdn.cli.nginx import nginx_path
+from kvcdn.cli.bench.edge import MIB, Sizes, measure_edge
+from kvcdn.cli.bench.nginx import nginx_path
+from kvcdn.cli.bench.objects import write_object
+from kvcdn.cli.bench.restart import measure_restart
 from kvcdn.digest import hash_bytes
 
 FIGURES = {"size", "connections", "gbps", "nginx_gbps", "ratio", "p99_ttfb_ms", "nginx_p99_ttfb_ms"}
@@ -19,7 +19,7 @@ FIGURES = {"size", "connections", "gbps", "nginx_gbps", "ratio", "p99_ttfb_ms", 
 @pytest.mark.skipif(nginx_path() is None, reason="there is no nginx (apt-get install nginx-light)")
 def test_an_edge_is_measured_beside_nginx(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row for each number of connections; one fetch for a stampede, all of whose bodies are right."""
-    monkeypatch.setattr("kvcdn.cli.bench_edge.COLD_OBJECTS", 2)
+    monkeypatch.setattr("kvcdn.cli.bench.edge.COLD_OBJECTS", 2)
     sizes = Sizes(0.1, 1, connections=(1, 3), clients=10, cold_bytes=16 * MIB, readers=5, slow_bytes=16 * MIB)
     result = measure_edge(sizes, lambda _: None)
     assert [1, 3] == [row["connections"] for row in result["rows"]]

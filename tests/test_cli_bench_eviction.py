@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvcdn.cli.bench_eviction import compare, hit_share, make_policy, read_trace
-from kvcdn.cli.eviction_policies import Arc, Lru, Optimum, S3Fifo, Sieve
+from kvcdn.cli.bench.eviction import compare, hit_share, make_policy, read_trace
+from kvcdn.cli.bench.eviction_policies import Arc, Lru, Optimum, S3Fifo, Sieve
 from kvcdn.cli.main import app
 from kvcdn.errors import UsageError
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from kvcdn.cli.bench import app
-from kvcdn.cli.nginx import nginx_path
+from kvcdn.cli.bench.commands import app
+from kvcdn.cli.bench.nginx import nginx_path
 from support.benched import check_benched
 from support.command import kvcdn
 from support.tiny import ROOT
@@ -33,7 +33,7 @@ def test_a_benchmark_says_all_that_its_figures_hang_on(name, tiny_llama, tmp_pat
     """On standard error while it runs, and in its JSON."""
     if name == "edge" and nginx_path() is None:
         pytest.skip("bench edge measures an nginx beside the edge, and there is none here (apt-get install nginx-light)")
-    monkeypatch.setattr("kvcdn.cli.bench_edge.COLD_OBJECTS", 2)
+    monkeypatch.setattr("kvcdn.cli.bench.edge.COLD_OBJECTS", 2)
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 3]}\n', "utf-8")
     words = [word.format(trace=trace) for word in HERE[name]]

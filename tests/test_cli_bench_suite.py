@@ -8,12 +8,12 @@ import re
 
 import pytest
 
-from kvcdn.cli.bench_page import codecs, in_order, machine_words, measured, render
-from kvcdn.cli.bench_plot import PLOTS
-from kvcdn.cli.bench_suite import BENCHES, benches, load_results
-from kvcdn.cli.bench_targets import judge
-from kvcdn.cli.machine import machine
-from kvcdn.cli.synthetic_trace import write_trace
+from kvcdn.cli.bench.machine import machine
+from kvcdn.cli.bench.page import codecs, in_order, machine_words, measured, render
+from kvcdn.cli.bench.plot import PLOTS
+from kvcdn.cli.bench.suite import BENCHES, benches, load_results
+from kvcdn.cli.bench.synthetic_trace import write_trace
+from kvcdn.cli.bench.targets import judge
 from kvcdn.economics.report import fill
 from kvcdn.errors import UsageError
 from support.command import kvcdn

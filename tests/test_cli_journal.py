@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcdn.digest import Digest
 from kvcdn.journal import journal_key
 from kvcdn.keyring import create_signing_key, signing_key_path
-from kvcdn.origin.journal import Journal
+from kvcdn.origin.upkeep.journal import Journal
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn

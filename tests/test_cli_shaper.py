@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcdn.cli.shaper import BURST_SECONDS, Bucket, shaped_link
+from kvcdn.cli.bench.shaper import BURST_SECONDS, Bucket, shaped_link
 
 
 class Clock:

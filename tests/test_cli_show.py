@@ -117,8 +117,8 @@ def test_what_is_not_there_or_cannot_be_read(library, run):
 @pytest.mark.parametrize("kind", KINDS)
 def test_standing_at_every_store(kind, tmp_path, request):
     """The same answer from memory, a folder and S3."""
-    from kvcdn.origin.catalog import find_manifest, read_manifest
-    from kvcdn.origin.standing import look_up_standing
+    from kvcdn.origin.upkeep.catalog import find_manifest, read_manifest
+    from kvcdn.origin.upkeep.standing import look_up_standing
 
     library = Library(new_store(kind, tmp_path, request))
     library.publish((1, 2, 3))

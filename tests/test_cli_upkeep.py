@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 from kvcdn.keyring import trust_publisher
-from kvcdn.origin.catalog import list_published
-from kvcdn.origin.revocation import Targets, change_revocations
+from kvcdn.origin.upkeep.catalog import list_published
+from kvcdn.origin.upkeep.revocation import Targets, change_revocations
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
@@ -18,7 +18,7 @@ from support.library import Library, keys, small_model
 def test_upkeep_needs_no_torch(tmp_path):
     """A bare install does all of it: nothing that these commands import is more than an edge has."""
     modules = ("remove", "collect", "check", "copy", "doctor", "policy", "catalog", "standing", "journal_check")
-    names = [*(f"kvcdn.origin.{name}" for name in modules), "kvcdn.cli.main", "kvcdn.stores.s3", "kvcdn.stores.folder"]
+    names = [*(f"kvcdn.origin.upkeep.{name}" for name in modules), "kvcdn.cli.main", "kvcdn.stores.s3", "kvcdn.stores.folder"]
     program = f"import sys, importlib; [importlib.import_module(n) for n in {names!r}]; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path

@@ -17,8 +17,8 @@ from kvcdn.accounting.entry import Part
 from kvcdn.accounting.ledger import Ledger
 from kvcdn.accounting.snapshot import Snapshot
 from kvcdn.model.tokens import encode_text
-from kvcdn.origin.publish import Publisher
-from kvcdn.origin.usage import OriginUsage
+from kvcdn.origin.publishing.publish import Publisher
+from kvcdn.origin.service.usage import OriginUsage
 from kvcdn.stores.memory import MemoryStore
 from support.command import kvcdn
 from support.edge_process import ask, edge_in_thread, settle

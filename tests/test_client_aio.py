@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcdn.client import AsyncClient, Client, Stop, StoppedError
-from kvcdn.client.transport import EdgeSource
+from kvcdn.client.sources.transport import EdgeSource
 from kvcdn.errors import UsageError
 from support.faults import Fault, faulty_link
 from support.published import asked, publish_text, short_blocks

@@ -9,7 +9,7 @@ import torch
 
 from kvcdn.block import seal_block
 from kvcdn.client import MissReason
-from kvcdn.client.transport import StoreSource
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.keyring import distrust_path, distrust_publisher, forgive_publisher, load_distrust, trust_publisher
 from kvcdn.keys import Namespace, PrefixNames, block_key
@@ -63,7 +63,7 @@ def alone(published, prompt):
 
 def always(monkeypatch, index):
     """The chance falls on block `index`."""
-    monkeypatch.setattr("kvcdn.client.gate.choose_blocks", lambda blocks, count: [blocks[index]])
+    monkeypatch.setattr("kvcdn.client.trust.gate.choose_blocks", lambda blocks, count: [blocks[index]])
 
 
 def test_an_honest_cache_passes_to_the_bit(published, monkeypatch):
@@ -221,7 +221,7 @@ def test_distrust_that_cannot_be_written_holds_here(published, monkeypatch):
     def refuse(*_):
         raise UnavailableError("no room")
 
-    monkeypatch.setattr("kvcdn.client.audit.distrust_publisher", refuse)
+    monkeypatch.setattr("kvcdn.client.trust.audit.distrust_publisher", refuse)
     always(monkeypatch, 2)
     with published.client(StoreSource(forged(published, 2)), audit=1.0) as client:
         assert "no room" in client.generate(asked(published), **GREEDY).report.detail

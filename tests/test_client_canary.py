@@ -12,7 +12,7 @@ import torch
 
 from kvcdn.block import open_header, seal_block
 from kvcdn.client import Client, MissReason
-from kvcdn.client.transport import StoreSource
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.errors import MismatchError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.load import bind_model
@@ -20,7 +20,7 @@ from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
 from kvcdn.model.recompute import Span, compare_span
 from kvcdn.model.tokens import Prompt
 from kvcdn.model.weights import sample_weights
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import SigningKey
 from kvcdn.stores.memory import MemoryStore
 from support.published import QUESTION, asked, publish_text, short_blocks

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 
 from kvcdn import codec
 from kvcdn.client import Client, MissReason
-from kvcdn.client.transport import EdgeSource, StoreSource
+from kvcdn.client.sources.transport import EdgeSource, StoreSource
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.tokens import Prompt, encode_text
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
 from support.faults import Fault, faulty_link
@@ -380,7 +380,7 @@ def silent_behind(published, key, count):
 @pytest.mark.parametrize("block", [0, 2])
 def test_a_fetch_that_is_closed_does_not_wait_for_a_silent_edge(published, count, block):
     """Another thread's read is woken, although the edge may be silent for ten minutes more."""
-    from kvcdn.client.fetch import PrefixFetch
+    from kvcdn.client.loading.fetch import PrefixFetch
 
     identity = published.loaded.identity
     names = PrefixNames.of(identity, Namespace.public(), published.token_ids).blocks
@@ -403,7 +403,7 @@ def test_a_fetch_that_is_closed_does_not_wait_for_a_silent_edge(published, count
 
 def test_a_failed_fetch_does_not_wait_for_a_silent_edge(published, monkeypatch):
     """One block is corrupt, the one before it silent: what was whole is kept, and the model prefills."""
-    from kvcdn.client import fetch
+    from kvcdn.client.loading import fetch
 
     monkeypatch.setattr(fetch, "SALVAGE_SILENCE_SECONDS", 0.2)
     identity = published.loaded.identity

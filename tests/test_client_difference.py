@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcdn.client.causes import ADVICE, Cause
-from kvcdn.client.difference import common_length, first_difference, visible
-from kvcdn.client.report import MissReason
-from kvcdn.client.volatile import find_volatile
+from kvcdn.client.explaining.causes import ADVICE, Cause
+from kvcdn.client.explaining.difference import common_length, first_difference, visible
+from kvcdn.client.explaining.volatile import find_volatile
+from kvcdn.client.loading.report import MissReason
 
 FRONT = "You are a careful assistant.\n"
 BACK = "\nAnswer in the language of the question, and name your sources.\n"

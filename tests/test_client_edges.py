@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcdn.client import edges as edges_module
-from kvcdn.client import patience, tries
-from kvcdn.client.edges import HEDGES_SAVED, Edge, EdgeGroup
-from kvcdn.client.health import LEFT_OUT_SECONDS, LONGEST_LEFT_OUT_SECONDS, OPEN_FAILURES, TRIAL_SECONDS, Health
-from kvcdn.client.link import LinkEstimate
-from kvcdn.client.patience import LONGEST_PAUSE_SECONDS, RETRIES_ALWAYS, SICK_SECONDS, Patience
-from kvcdn.client.sources import open_source
-from kvcdn.client.transport import EdgeSource, EdgesSource, StoreSource
+from kvcdn.client.network import edges as edges_module
+from kvcdn.client.network import patience, tries
+from kvcdn.client.network.edges import HEDGES_SAVED, Edge, EdgeGroup
+from kvcdn.client.network.health import LEFT_OUT_SECONDS, LONGEST_LEFT_OUT_SECONDS, OPEN_FAILURES, TRIAL_SECONDS, Health
+from kvcdn.client.network.link import LinkEstimate
+from kvcdn.client.network.patience import LONGEST_PAUSE_SECONDS, RETRIES_ALWAYS, SICK_SECONDS, Patience
+from kvcdn.client.sources.sources import open_source
+from kvcdn.client.sources.transport import EdgeSource, EdgesSource, StoreSource
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore

@@ -14,21 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.client import Client
-from kvcdn.client.causes import Cause, Certainty
-from kvcdn.client.divergence import find_divergence
-from kvcdn.client.explain import Explainer
-from kvcdn.client.explanation import Explanation
-from kvcdn.client.samples import Conversation
-from kvcdn.client.shelf import Shelf
-from kvcdn.client.surroundings import Surroundings, look_around
-from kvcdn.client.transport import EdgeSource, StoreSource
-from kvcdn.client.views import Form, Special
+from kvcdn.client.explaining.causes import Cause, Certainty
+from kvcdn.client.explaining.divergence import find_divergence
+from kvcdn.client.explaining.explain import Explainer
+from kvcdn.client.explaining.explanation import Explanation
+from kvcdn.client.explaining.samples import Conversation
+from kvcdn.client.explaining.shelf import Shelf
+from kvcdn.client.explaining.surroundings import Surroundings, look_around
+from kvcdn.client.explaining.views import Form, Special
+from kvcdn.client.sources.transport import EdgeSource, StoreSource
 from kvcdn.errors import UsageError
 from kvcdn.keyring import create_namespace, load_namespace
 from kvcdn.keys import Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.model.fingerprint import fingerprint_checkpoint
 from kvcdn.model.tokens import spell_text
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from support.explained import BASE, Stage, checkpoint_with_tools, first_different
 from support.library import Library

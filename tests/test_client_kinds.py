@@ -7,14 +7,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvcdn.block import open_header
-from kvcdn.client import Client, delivery, readers
-from kvcdn.client.report import MissReason
-from kvcdn.client.transport import EdgeSource, StoreSource
+from kvcdn.client import Client
+from kvcdn.client.loading import delivery
+from kvcdn.client.loading.report import MissReason
+from kvcdn.client.sources import readers
+from kvcdn.client.sources.transport import EdgeSource, StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.keys import Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.model.cache import cache_argument
 from kvcdn.model.tokens import Prompt
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.stores.memory import MemoryStore
 from support.published import BLOCK, QUESTION, asked, publish_text, short_blocks
 from support.stock import continued, stock_cache

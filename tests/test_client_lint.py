@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_client_difference import DIFFERENCES, TOOLS
 
-from kvcdn.client.causes import Cause, Certainty
-from kvcdn.client.difference import common_length
-from kvcdn.client.lint import lint_samples
-from kvcdn.client.samples import Conversation, Sample
+from kvcdn.client.explaining.causes import Cause, Certainty
+from kvcdn.client.explaining.difference import common_length
+from kvcdn.client.explaining.lint import lint_samples
+from kvcdn.client.explaining.samples import Conversation, Sample
 from support.explained import BASE, Stage, checkpoint_with_tools
 from support.tiny import TEXT
 

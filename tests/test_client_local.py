@@ -15,14 +15,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from kvcdn.client import Client, MissReason, local
-from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.local import FetchedPrefix, LocalPrefix, LocalPrefixes
-from kvcdn.client.transport import StoreSource
+from kvcdn.client import Client, MissReason
+from kvcdn.client.loading import local
+from kvcdn.client.loading.fetch import PrefixFetch
+from kvcdn.client.loading.local import FetchedPrefix, LocalPrefix, LocalPrefixes
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.keys import Chain, Namespace, PrefixNames, block_key
 from kvcdn.model.cache import build_cache
 from kvcdn.model.tokens import Prompt, encode_chat
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import TrustList
 from kvcdn.stores.local import LocalStore
 from kvcdn.stores.memory import MemoryStore

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvcdn.client import MissReason
-from kvcdn.client.exchange import lacks_origin
-from kvcdn.client.sources import open_source
-from kvcdn.client.transport import EdgeSource
+from kvcdn.client.network.exchange import lacks_origin
+from kvcdn.client.sources.sources import open_source
+from kvcdn.client.sources.transport import EdgeSource
 from kvcdn.errors import UnavailableError
 from kvcdn.keys import PrefixNames, block_key
 from kvcdn.model.tokens import Prompt

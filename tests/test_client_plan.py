@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.cli import options
-from kvcdn.client.plan import PROBE_SECONDS, SAFE_SHARE, WORTHLESS, Aim, Mode, Prices, Progress, Work, decide, expect
+from kvcdn.client.planning.plan import PROBE_SECONDS, SAFE_SHARE, WORTHLESS, Aim, Mode, Prices, Progress, Work, decide, expect
 from kvcdn.errors import UsageError
 
 BLOCKS = 8

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvcdn.client import MissReason
-from kvcdn.client.transport import StoreSource
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.errors import UsageError
 from kvcdn.model.load import load_model
 from kvcdn.model.tokens import Prompt, encode_chat
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
 from support.published import BLOCK, Published, publish_text, short_blocks

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import pytest
 import trustme
 
-from kvcdn.client.connections import ConnectionPool
-from kvcdn.client.proxy import Proxy, proxy_for
-from kvcdn.client.transport import EdgeSource
+from kvcdn.client.network.connections import ConnectionPool
+from kvcdn.client.network.proxy import Proxy, proxy_for
+from kvcdn.client.sources.transport import EdgeSource
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.stores.memory import MemoryStore
@@ -40,7 +40,7 @@ def _no_proxy(monkeypatch):
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch):
     """Pauses between tries take time and prove nothing."""
-    monkeypatch.setattr("kvcdn.client.patience.PAUSE_SECONDS", 0.005)
+    monkeypatch.setattr("kvcdn.client.network.patience.PAUSE_SECONDS", 0.005)
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_a_redirect_is_not_followed_with_the_token(web, status):
 
 def test_a_second_request_works_over_TLS_too(authority, ca_file, monkeypatch):  # noqa: N802 - its name
     """TLS's own messages after a handshake are not taken for an answer."""
-    monkeypatch.setattr("kvcdn.client.edges.HEDGE_UNKNOWN_SECONDS", 0.1)
+    monkeypatch.setattr("kvcdn.client.network.edges.HEDGE_UNKNOWN_SECONDS", 0.1)
 
     def answer(number, head, client):
         if number == 0:

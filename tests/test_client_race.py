@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcdn import layout
-from kvcdn.client import MissReason, race
-from kvcdn.client import fetch as fetch_module
-from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.link import LinkEstimate
-from kvcdn.client.plan import Decision, Mode, decide
+from kvcdn.client import MissReason
+from kvcdn.client.loading import fetch as fetch_module
+from kvcdn.client.loading.fetch import PrefixFetch
+from kvcdn.client.network.link import LinkEstimate
+from kvcdn.client.planning import race
+from kvcdn.client.planning.plan import Decision, Mode, decide
 from kvcdn.errors import MismatchError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model import speed

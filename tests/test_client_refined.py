@@ -19,20 +19,20 @@ import torch
 
 from kvcdn.block import open_header
 from kvcdn.client import MissReason
-from kvcdn.client.coarse import CoarseRows
-from kvcdn.client.fetch import PrefixFetch
-from kvcdn.client.link import LinkEstimate
-from kvcdn.client.match import PublishedPrefix
-from kvcdn.client.quality import Offer, choose
-from kvcdn.client.report import Refining
-from kvcdn.client.transport import StoreSource
+from kvcdn.client.loading.coarse import CoarseRows
+from kvcdn.client.loading.fetch import PrefixFetch
+from kvcdn.client.loading.match import PublishedPrefix
+from kvcdn.client.loading.report import Refining
+from kvcdn.client.network.link import LinkEstimate
+from kvcdn.client.planning.quality import Offer, choose
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.edge.launch import launch_edge
 from kvcdn.errors import CorruptError, UsageError
 from kvcdn.keys import COARSE_OF, Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.manifest import open_manifest
 from kvcdn.model.prefill import ScheduledPrefill
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.local import LocalStore
 from kvcdn.stores.memory import MemoryStore

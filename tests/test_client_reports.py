@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvcdn.client import Client, MissReason
-from kvcdn.client.transport import StoreSource
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.errors import UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.load import load_model
 from kvcdn.model.tokens import Prompt
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.local import LocalStore
 from kvcdn.stores.memory import MemoryStore

@@ -7,9 +7,9 @@ import torch
 
 from kvcdn.client import MissReason
 from kvcdn.keyring import keep_revocations, load_revocations
-from kvcdn.origin.catalog import list_published
-from kvcdn.origin.publish import Publisher
-from kvcdn.origin.revocation import Targets, change_revocations, document_addresses
+from kvcdn.origin.publishing.publish import Publisher
+from kvcdn.origin.upkeep.catalog import list_published
+from kvcdn.origin.upkeep.revocation import Targets, change_revocations, document_addresses
 from kvcdn.revocation import revocation_key
 from kvcdn.signing import SigningKey, TrustList
 from support.published import BLOCK, publish_text

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcdn.client.samples import Conversation, read_sample, read_samples
+from kvcdn.client.explaining.samples import Conversation, read_sample, read_samples
 from kvcdn.errors import UsageError
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]

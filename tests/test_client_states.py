@@ -8,15 +8,15 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcdn import layout
 from kvcdn.block import open_header
-from kvcdn.client.report import MissReason
-from kvcdn.client.transport import StoreSource
+from kvcdn.client.loading.report import MissReason
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.model.probe import probe_layout
 from kvcdn.model.tokens import Prompt
-from kvcdn.origin.estimate import estimate_publish
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.estimate import estimate_publish
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.stores.memory import MemoryStore
 from support.published import publish_text
 from support.stock import continued, stock_cache
@@ -131,7 +131,7 @@ def copied(published):
 
 def test_states_are_stored_at_checkpoints_and_only_the_last_is_read(hybrid, monkeypatch):
     """Every second block here, and the last; of the others a reader passes over the states, and of these over the earlier."""
-    monkeypatch.setattr("kvcdn.client.delivery.SKIPPED_BYTES", 1)
+    monkeypatch.setattr("kvcdn.client.loading.delivery.SKIPPED_BYTES", 1)
     _, _, keys = block_keys(hybrid)
     headers = [open_header(hybrid.store.read(key), "block") for key in keys]
     assert [0, 2, 0, 2, 0, 2] == [len(header.segments[0].parts) for header in headers]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvcdn.client import MissReason
-from kvcdn.client.attempt import Attempt
-from kvcdn.client.canary import Canary
 from kvcdn.client.generation import Generation
-from kvcdn.client.transport import EdgeSource
+from kvcdn.client.planning.attempt import Attempt
+from kvcdn.client.sources.transport import EdgeSource
+from kvcdn.client.trust.canary import Canary
 from kvcdn.errors import MismatchError, UnavailableError, UsageError
 from kvcdn.signing import TrustList
 from support.faults import Fault, faulty_link

@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from kvcdn.client import edges, patience, tries, wire
-from kvcdn.client.exchange import Exchange
-from kvcdn.client.source import probe_lead
-from kvcdn.client.transport import EdgeSource, StoreSource
+from kvcdn.client.network import edges, patience, tries, wire
+from kvcdn.client.network.exchange import Exchange
+from kvcdn.client.sources.source import probe_lead
+from kvcdn.client.sources.transport import EdgeSource, StoreSource
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.stores.memory import MemoryStore
@@ -214,7 +214,7 @@ def test_a_name_with_several_addresses_is_tried_at_each(store):
             return addresses
 
         with pytest.MonkeyPatch.context() as patched, contextlib.closing(edge("http://edge.example")) as source:
-            patched.setattr("kvcdn.client.connections.socket.getaddrinfo", look_up)
+            patched.setattr("kvcdn.client.network.connections.socket.getaddrinfo", look_up)
             assert DATA == read_all(source)
             assert 1 == len(web.requests)
 
@@ -232,7 +232,7 @@ def test_a_name_that_is_not_found_in_time_holds_nobody(monkeypatch, end):
         go.wait(WAIT_SECONDS)
         return []
 
-    monkeypatch.setattr("kvcdn.client.connections.socket.getaddrinfo", look_up)
+    monkeypatch.setattr("kvcdn.client.network.connections.socket.getaddrinfo", look_up)
     monkeypatch.setattr(tries, "TRIES", 1)
     session = EdgeSource("http://edge.example", stall_seconds=0.3 if end == "never found" else 600).session(
         0.2 if end == "limit" else None
@@ -584,7 +584,7 @@ def test_a_reader_that_waits_is_stopped_from_another_thread(who, stage, ranged):
 
 def test_a_connection_that_is_being_made_is_stopped_from_another_thread(monkeypatch):
     """A host that swallows packets holds nobody for longer than wanted."""
-    monkeypatch.setattr("kvcdn.client.connections.CONNECT_SECONDS", 600.0)
+    monkeypatch.setattr("kvcdn.client.network.connections.CONNECT_SECONDS", 600.0)
     with deaf_port() as port:
         session = EdgeSource(f"http://{HOST}:{port}", stall_seconds=600).session()
         timer = threading.Timer(0.1, session.abort)
@@ -613,8 +613,8 @@ def test_a_sick_edge_delays_a_prompt_by_a_bounded_time():
     """However many objects are asked of it: what is lost is counted for all of them together."""
     budget = patience.Patience.of_prompt(stall_s=0.2, sick_s=0.5)
     with scripted(silent_after(0)) as server:
-        from kvcdn.client.edges import EdgeGroup
-        from kvcdn.client.readers import StreamReader
+        from kvcdn.client.network.edges import EdgeGroup
+        from kvcdn.client.sources.readers import StreamReader
 
         group = EdgeGroup([server.url], None, None)
         for _ in range(10):

@@ -314,7 +314,7 @@ def test_blocks_are_the_formats():
 def test_requests_are_the_clients():
     """Pieces, connections and streaming are as the client has them; short documents come by whole blocks from an edge."""
     root = Path(__file__).parents[1] / "client"
-    text = "".join((root / name).read_text("utf-8") for name in ("source.py", "stored.py", "fetch.py"))
+    text = "".join((root / name).read_text("utf-8") for name in ("sources/source.py", "sources/stored.py", "loading/fetch.py"))
     for line in (
         f"STREAMED_BLOCKS = {STREAMED_BLOCKS}",
         f"MAX_THREADS = {CONNECTIONS}",

@@ -76,12 +76,12 @@ def test_a_tenant_reads_what_its_token_is_for(origin, issuers, tmp_path, documen
 
 def test_a_model_may_be_named(origin, issuers, tmp_path, document) -> None:
     """A token's patterns are compared with the names that the edge's settings give a tag."""
-    from kvcdn.edge.guard import Guard
+    from kvcdn.edge.tenants.guard import Guard
 
     tag = next(iter(document.blocks)).split("/")[1]
     settings = load_settings(None, {"origin": origin, "issuers_file": issuers, "model_names": {"qwen3-4b": tag}})
     from kvcdn.digest import ModelTag
-    from kvcdn.edge.admission import Admission
+    from kvcdn.edge.tenants.admission import Admission
 
     assert not Guard.of(settings).is_open
     admission = Admission(settings.model_copy(update={"cache_dir": tmp_path}))
@@ -194,7 +194,7 @@ def test_https_serves_the_same_bytes(origin, tmp_path, authority) -> None:
 
 def test_https_and_tokens_open_the_network(issuers, tmp_path, authority) -> None:
     """With both an edge may listen on any address; with one of them it may not."""
-    from kvcdn.edge.guard import Guard
+    from kvcdn.edge.tenants.guard import Guard
 
     tls = write_certificate(authority, tmp_path / "tls")
     given = {"origin": "x", "listen": "0.0.0.0:8400"}

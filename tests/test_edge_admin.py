@@ -13,7 +13,7 @@ import pytest
 from test_edge_access import KEY, bearer
 
 from kvcdn.access.grant import Grant, Scope
-from kvcdn.edge.body import MAX_BODY_BYTES
+from kvcdn.edge.http.body import MAX_BODY_BYTES
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.stores.memory import MemoryStore
 from support import edge_process

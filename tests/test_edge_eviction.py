@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcdn.edge import ranking
-from kvcdn.edge.eviction import CHARGE_UNIT_BYTES, Eviction, charge
-from kvcdn.edge.worth import AGE_BINS, AGE_STARTS, Tally, worths
+from kvcdn.edge.disk import ranking
+from kvcdn.edge.disk.eviction import CHARGE_UNIT_BYTES, Eviction, charge
+from kvcdn.edge.disk.worth import AGE_BINS, AGE_STARTS, Tally, worths
 
 UNIT = CHARGE_UNIT_BYTES
 

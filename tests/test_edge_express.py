@@ -16,8 +16,9 @@ import trustme
 from test_edge_access import KEY, bearer, secure, write_certificate
 
 from kvcdn.access.grant import Grant, Scope
-from kvcdn.edge import front, sendfile
-from kvcdn.edge.express import FIELDS, LINE_BYTES
+from kvcdn.edge.answers import front
+from kvcdn.edge.answers.express import FIELDS, LINE_BYTES
+from kvcdn.edge.http import sendfile
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcdn.edge.outcome import REMEMBERED_SECONDS, Reason
+from kvcdn.edge.http.outcome import REMEMBERED_SECONDS, Reason
 from kvcdn.envelope import PREAMBLE_BYTES
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
@@ -435,8 +435,8 @@ def test_hops_are_bounded_and_nothing_else_is_passed_on(document: Document, tmp_
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_reader_that_stops_reading_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
     """A client that takes nothing for the stall time loses its connection, and with it the open file, on whatever way."""
-    monkeypatch.setattr("kvcdn.edge.sendfile.SWEEP_SECONDS", 0.1)
-    for module in ("sendfile", "sending", "front"):
+    monkeypatch.setattr("kvcdn.edge.http.sendfile.SWEEP_SECONDS", 0.1)
+    for module in ("http.sendfile", "http.sending", "answers.front"):
         monkeypatch.setattr(f"kvcdn.edge.{module}.STALL_SECONDS", 0.3)
     document = make_document(tokens=1024, layers=32, heads=4, dim=64)
     key, data = _first(document)
@@ -474,8 +474,8 @@ def test_a_file_cut_while_it_is_sent_ends_the_connection(tmp_path: Path) -> None
 
 def test_an_origin_that_drips_is_given_up(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill has an end in time, whatever the origin does."""
-    monkeypatch.setattr("kvcdn.edge.arrival.FILL_SECONDS", 0.2)
-    monkeypatch.setattr("kvcdn.edge.arrival.SLOWEST_BYTES_PER_SECOND", 10**9)
+    monkeypatch.setattr("kvcdn.edge.fills.arrival.FILL_SECONDS", 0.2)
+    monkeypatch.setattr("kvcdn.edge.fills.arrival.SLOWEST_BYTES_PER_SECOND", 10**9)
     store = _published(document)
     key, _ = _first(document)
     store.go.clear()
@@ -489,7 +489,7 @@ def test_an_origin_that_drips_is_given_up(document: Document, tmp_path: Path, mo
 
 def test_more_fills_than_can_wait_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """503 with Retry-After for what would only queue up; what was begun is finished."""
-    monkeypatch.setattr("kvcdn.edge.fetch.WAITING_FILLS", 2)
+    monkeypatch.setattr("kvcdn.edge.reads.fetch.WAITING_FILLS", 2)
     document = make_document(tokens=2500, seed=9)
     store = _published(document)
     store.go.clear()
@@ -535,7 +535,7 @@ def test_with_every_disk_full_objects_pass_through_memory(tmp_path: Path, monkey
                 assert (200, data, "kvcdn; fwd=miss") == (reply.status, reply.body, reply.headers["Cache-Status"])
                 settle(edge.url)
             assert 0 == disk_bytes(tmp_path / "disk" / "cache")
-        monkeypatch.setattr("kvcdn.edge.staging.MEMORY_BYTES", len(data) - 1)
+        monkeypatch.setattr("kvcdn.edge.disk.staging.MEMORY_BYTES", len(data) - 1)
         with edge_in_thread(store, tmp_path / "disk" / "cache", capacity="1GB") as edge:
             reply = ask(edge.url, f"/{key}")
             assert (503, True) == (reply.status, b"disk is full" in reply.body)
@@ -543,10 +543,10 @@ def test_with_every_disk_full_objects_pass_through_memory(tmp_path: Path, monkey
 
 def test_a_fill_that_hangs_has_a_successor(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The origin's first answer never goes on. Who asks once that is too old begins another fill; who waited is cut off."""
-    monkeypatch.setattr("kvcdn.edge.fill_lock.GRACE_SECONDS", 0.2)
-    monkeypatch.setattr("kvcdn.edge.arrival.FILL_SECONDS", 0.3)
-    monkeypatch.setattr("kvcdn.edge.arrival.SLOWEST_BYTES_PER_SECOND", 10**9)
-    monkeypatch.setattr("kvcdn.edge.fetch.STOP_SECONDS", 0.5)
+    monkeypatch.setattr("kvcdn.edge.fills.fill_lock.GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("kvcdn.edge.fills.arrival.FILL_SECONDS", 0.3)
+    monkeypatch.setattr("kvcdn.edge.fills.arrival.SLOWEST_BYTES_PER_SECOND", 10**9)
+    monkeypatch.setattr("kvcdn.edge.reads.fetch.STOP_SECONDS", 0.5)
     key, data = _first(document)
     store = _published(document)
     store.go.clear()
@@ -557,7 +557,7 @@ def test_a_fill_that_hangs_has_a_successor(document: Document, tmp_path: Path, m
         assert (200, True) == (part.status, data.startswith(part.body))
         assert len(part.body) < len(data)
         # The second stream is not held back; the first one still hangs.
-        monkeypatch.setattr("kvcdn.edge.arrival.FILL_SECONDS", 30)
+        monkeypatch.setattr("kvcdn.edge.fills.arrival.FILL_SECONDS", 30)
         late = threading.Timer(0.5, store.go.set)
         late.start()
         assert data == ask(edge.url, f"/{key}").body

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcdn.edge.breaker import FAILURES, FIRST_REST_SECONDS, LONGEST_REST_SECONDS, PROBE_SECONDS, Breaker
-from kvcdn.edge.fill_lock import GRACE_SECONDS, STILL_SECONDS, FillLock, FillState
-from kvcdn.edge.origins import Origin, close_pieces
+from kvcdn.edge.fills.breaker import FAILURES, FIRST_REST_SECONDS, LONGEST_REST_SECONDS, PROBE_SECONDS, Breaker
+from kvcdn.edge.fills.fill_lock import GRACE_SECONDS, STILL_SECONDS, FillLock, FillState
+from kvcdn.edge.fills.origins import Origin, close_pieces
 from kvcdn.errors import UnavailableError
 from kvcdn.stores.memory import MemoryStore
 

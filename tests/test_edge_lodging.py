@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcdn.edge import lodging
-from kvcdn.edge.arrival import Arrival
-from kvcdn.edge.eviction import CHARGE_UNIT_BYTES
-from kvcdn.edge.guests import Guests
-from kvcdn.edge.lodging import Lodgings
-from kvcdn.edge.origins import Origin
-from kvcdn.edge.storage import DiskCache
-from kvcdn.edge.target import ObjectName
+from kvcdn.edge.disk.eviction import CHARGE_UNIT_BYTES
+from kvcdn.edge.disk.storage import DiskCache
+from kvcdn.edge.fills import lodging
+from kvcdn.edge.fills.arrival import Arrival
+from kvcdn.edge.fills.guests import Guests
+from kvcdn.edge.fills.lodging import Lodgings
+from kvcdn.edge.fills.origins import Origin
+from kvcdn.edge.http.target import ObjectName
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
 from support.edge_process import Reply, ask, disk_bytes, edge_in_thread, object_files, settle

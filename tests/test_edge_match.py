@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcdn.edge.body import MAX_BODY_BYTES
-from kvcdn.edge.match import MAX_ADDRESSES, MatchRequest
+from kvcdn.edge.http.body import MAX_BODY_BYTES
+from kvcdn.edge.reads.match import MAX_ADDRESSES, MatchRequest
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.errors import CorruptError
 from kvcdn.store import BlobInfo
@@ -164,7 +164,7 @@ def test_a_cached_chain_is_answered_at_once_without_the_origin(document: Documen
 
 def test_what_is_missing_is_found_once_published(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A negative answer is remembered for a while, no longer."""
-    monkeypatch.setattr("kvcdn.edge.presence.ABSENT_SECONDS", 5.0)
+    monkeypatch.setattr("kvcdn.edge.reads.presence.ABSENT_SECONDS", 5.0)
     store = WatchedStore(MemoryStore())
     with edge_in_thread(store, tmp_path / "cache") as edge:
         assert 0 == _matched(ask_match(edge.url, document.model.tag, document.addresses))[0]

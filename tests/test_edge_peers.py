@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcdn.access.listening import ListenAddress
-from kvcdn.cli.nginx import nginx_path, running_nginx
+from kvcdn.cli.bench.nginx import nginx_path, running_nginx
 from kvcdn.edge.launch import RunningEdge
 from kvcdn.errors import UnavailableError
 from kvcdn.stores.folder import FolderStore

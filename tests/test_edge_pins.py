@@ -13,8 +13,8 @@ from test_edge_access import KEY, bearer
 from test_edge_admin import edge_in_thread, order, warmed
 
 from kvcdn.access.grant import Grant, Scope
-from kvcdn.edge.eviction import CHARGE_UNIT_BYTES, Eviction, charge
-from kvcdn.edge.ranking import Ranking
+from kvcdn.edge.disk.eviction import CHARGE_UNIT_BYTES, Eviction, charge
+from kvcdn.edge.disk.ranking import Ranking
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document

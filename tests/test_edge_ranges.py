@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcdn.edge.conditions import Precondition, evaluate, range_applies
-from kvcdn.edge.ranges import ByteRange, RangeOutcome, select_range
+from kvcdn.edge.http.conditions import Precondition, evaluate, range_applies
+from kvcdn.edge.http.ranges import ByteRange, RangeOutcome, select_range
 
 TAG = "ab" * 32
 OTHER = "cd" * 32

@@ -243,7 +243,7 @@ def test_one_origin_with_a_newer_list_is_enough(document: Document, trust: Path,
 
 def test_a_chain_leads_to_its_first_revoked_block(document: Document) -> None:
     """Without lists the whole chain does."""
-    from kvcdn.edge.revocations import Revoked
+    from kvcdn.edge.fills.revocations import Revoked
     from kvcdn.revocation import Revocations
     from kvcdn.signing import TrustList
 

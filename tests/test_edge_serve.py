@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from kvcdn.access.guard import LOCAL
-from kvcdn.edge.guard import Guard
+from kvcdn.edge.http.sendfile import STALL_SECONDS
 from kvcdn.edge.launch import RunningEdge, launch_edge
-from kvcdn.edge.sendfile import STALL_SECONDS
 from kvcdn.edge.settings import load_settings
+from kvcdn.edge.tenants.guard import Guard
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
@@ -39,7 +39,7 @@ def test_an_edge_loads_no_tensor_library() -> None:
     code = """
 import importlib, json, pkgutil, sys
 import kvcdn.edge
-for module in pkgutil.iter_modules(kvcdn.edge.__path__, "kvcdn.edge."):
+for module in pkgutil.walk_packages(kvcdn.edge.__path__, "kvcdn.edge."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 import kvcdn.edge.__main__

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from kvcdn.digest import Digest, ModelTag
-from kvcdn.edge.fill import Fill
-from kvcdn.edge.guard import Guard
-from kvcdn.edge.guests import GUEST_SECONDS, Guests
-from kvcdn.edge.load import FEW_BODIES, TOLD_SECONDS, SiteLoad
-from kvcdn.edge.outcome import Reason
-from kvcdn.edge.peers import Peers
+from kvcdn.edge.disk.staging import Spool
+from kvcdn.edge.fills.fill import Fill
+from kvcdn.edge.fills.guests import GUEST_SECONDS, Guests
+from kvcdn.edge.fills.load import FEW_BODIES, TOLD_SECONDS, SiteLoad
+from kvcdn.edge.fills.peers import Peers
+from kvcdn.edge.http.outcome import Reason
+from kvcdn.edge.http.target import Kind, ObjectName
 from kvcdn.edge.settings import load_settings
-from kvcdn.edge.staging import Spool
-from kvcdn.edge.target import Kind, ObjectName
+from kvcdn.edge.tenants.guard import Guard
 from kvcdn.errors import UsageError
 from kvcdn.rendezvous import Contender
 

@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from kvcdn.access.listening import ListenAddress
-from kvcdn.edge.sockets import LOOPBACK_CONGESTION_CONTROL, bind
+from kvcdn.edge.http.sockets import LOOPBACK_CONGESTION_CONTROL, bind
 
 
 def _bind(text: str) -> list[socket.socket]:

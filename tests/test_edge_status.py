@@ -10,14 +10,14 @@ import pytest
 from test_edge_access import KEY, bearer
 
 from kvcdn.access.grant import Grant, Scope
-from kvcdn.edge.history import SPANS, History, Span
-from kvcdn.edge.hot import COUNTED, HALF_SECONDS, KEPT, Hot
-from kvcdn.edge.latency import RECENT_ANSWERS, Latency
-from kvcdn.edge.outcome import CacheOutcome
+from kvcdn.edge.http.outcome import CacheOutcome
+from kvcdn.edge.http.respond import Note
 from kvcdn.edge.page import PAGE
-from kvcdn.edge.respond import Note
 from kvcdn.edge.settings import load_settings
-from kvcdn.edge.traffic import MAX_MODELS, MAX_PAIRS, MAX_TENANTS, OTHER, Traffic
+from kvcdn.edge.telemetry.history import SPANS, History, Span
+from kvcdn.edge.telemetry.hot import COUNTED, HALF_SECONDS, KEPT, Hot
+from kvcdn.edge.telemetry.latency import RECENT_ANSWERS, Latency
+from kvcdn.edge.telemetry.traffic import MAX_MODELS, MAX_PAIRS, MAX_TENANTS, OTHER, Traffic
 from kvcdn.errors import UsageError
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document

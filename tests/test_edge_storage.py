@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvcdn.digest import Digest, ModelTag
-from kvcdn.edge.eviction import charge
-from kvcdn.edge.index import FileIndex
+from kvcdn.edge.disk.eviction import charge
+from kvcdn.edge.disk.index import FileIndex
+from kvcdn.edge.disk.staging import Room, Staging
+from kvcdn.edge.disk.storage import DiskCache, Harm
+from kvcdn.edge.http.target import Kind, ObjectName
 from kvcdn.edge.settings import load_settings
-from kvcdn.edge.staging import Room, Staging
-from kvcdn.edge.storage import DiskCache, Harm
-from kvcdn.edge.target import Kind, ObjectName
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
@@ -275,7 +275,7 @@ def test_a_start_without_a_sound_index_walks_the_folder(
         # A power failure: the index was in use, and the boot is another one.
         index = FileIndex(cache / "index")
         assert index.load() is not None
-        monkeypatch.setattr("kvcdn.edge.index._boot_id", lambda: "the next boot")
+        monkeypatch.setattr("kvcdn.edge.disk.index._boot_id", lambda: "the next boot")
     index_file = cache / "index"
     match harm:
         case "missing":

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.block import SegmentVerifier, open_header
-from kvcdn.edge.storage import Harm
+from kvcdn.edge.disk.storage import Harm
 from kvcdn.errors import CorruptError, UnavailableError
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
@@ -219,8 +219,8 @@ def test_only_when_every_origin_lacks_it_an_object_is_missing(document: Document
 
 def test_a_down_origin_is_not_asked_every_time(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After three failures it rests: later objects come from the second origin at once; when it is back it is used again."""
-    monkeypatch.setattr("kvcdn.edge.breaker.FIRST_REST_SECONDS", 1000.0)
-    monkeypatch.setattr("kvcdn.edge.breaker.LONGEST_REST_SECONDS", 1000.0)
+    monkeypatch.setattr("kvcdn.edge.fills.breaker.FIRST_REST_SECONDS", 1000.0)
+    monkeypatch.setattr("kvcdn.edge.fills.breaker.LONGEST_REST_SECONDS", 1000.0)
     first, second = WatchedStore(MemoryStore()), WatchedStore(MemoryStore())
     documents = [make_document(tokens=40, seed=seed) for seed in range(60, 72)]
     for one in documents:

@@ -157,7 +157,7 @@ def maps_protobuf(edge: RunningEdge) -> bool:
 
 def test_a_missing_library_is_told_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By --check-config as well; a URL that is none is refused as a setting."""
-    monkeypatch.setitem(sys.modules, "kvcdn.edge.otel", None)
+    monkeypatch.setitem(sys.modules, "kvcdn.edge.telemetry.otel", None)
     given = {"origin": str(tmp_path), "otlp_endpoint": "http://127.0.0.1:4318/v1/traces"}
     with pytest.raises(UsageError, match="not installed") as caught:
         check(load_settings(None, given))
@@ -173,7 +173,7 @@ def test_a_client_hands_its_application_s_trace_on(monkeypatch: pytest.MonkeyPat
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    from kvcdn.client.spans import traceparent
+    from kvcdn.client.loading.spans import traceparent
 
     assert traceparent() is None
     monkeypatch.delitem(sys.modules, "opentelemetry.trace")

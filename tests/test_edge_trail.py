@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcdn.client.transport import EdgeSource
+from kvcdn.client.sources.transport import EdgeSource
 from kvcdn.edge.launch import RunningEdge
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
@@ -88,7 +88,7 @@ def test_what_goes_wrong_names_its_request(tmp_path: Path) -> None:
         path = f"/v1/{'0' * 32}/manifests/{'0' * 64}"
         assert 504 == ask(edge.url, path, headers={"X-Request-Id": "reader-2"}).status
         levels = {line["level"]: line["logger"] for line in lines(edge, "reader-2", 2)}
-        assert {"warning": "kvcdn.edge.fetch", "info": "kvcdn.edge.access"} == levels
+        assert {"warning": "kvcdn.edge.reads.fetch", "info": "kvcdn.edge.answers.access"} == levels
 
 
 def test_an_origin_sees_the_trail_and_no_more(document: Document, tmp_path: Path) -> None:

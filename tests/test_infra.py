@@ -135,7 +135,7 @@ def test_unit_gives_the_service_little(unit: Path) -> None:
 
 def test_edge_unit_agrees_with_the_settings() -> None:
     """The cache folder of the sample settings is the one that the unit makes, and stopping gets the time that it may take."""
-    from kvcdn.edge.fetch import STOP_SECONDS
+    from kvcdn.edge.reads.fetch import STOP_SECONDS
     from kvcdn.edge.settings import load_settings
     from kvcdn.errors import UsageError
 
@@ -148,7 +148,7 @@ def test_edge_unit_agrees_with_the_settings() -> None:
 
 def test_origin_unit_agrees_with_the_settings() -> None:
     """The queue of the sample settings lies in the folder that the unit makes, and stopping gets the time that it may take."""
-    from kvcdn.origin.service_settings import load_settings
+    from kvcdn.origin.service.service_settings import load_settings
 
     service = settings_of(INFRA / "kvcdn-origin.service")["Service"]
     settings = load_settings(INFRA / "service.toml", {})
@@ -261,8 +261,8 @@ def test_image_says_what_was_not_tried(image: Path) -> None:
 
 def test_edge_image_settings_make_an_edge_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With an origin and a token its variables are settings that the edge accepts; without a token it refuses to be open."""
-    from kvcdn.edge.guard import Guard
     from kvcdn.edge.settings import load_settings
+    from kvcdn.edge.tenants.guard import Guard
     from kvcdn.errors import UsageError
 
     given = environment(INFRA / "edge.Dockerfile")

@@ -33,8 +33,8 @@ from kvcdn.journal import (
 )
 from kvcdn.keyring import keep_journal_head, load_journal_head
 from kvcdn.numbered import find_last
-from kvcdn.origin.journal import Journal, find_head
-from kvcdn.origin.journal_check import Fault, check_journal
+from kvcdn.origin.upkeep.journal import Journal, find_head
+from kvcdn.origin.upkeep.journal_check import Fault, check_journal
 from kvcdn.signing import PublicKey, SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore

@@ -183,7 +183,7 @@ def test_a_key_that_is_there_is_protected(tmp_path) -> None:
 
 def test_a_service_reads_the_passphrase_from_a_file(tmp_path) -> None:
     """Its own setting, or the environment's; the settings show the path only."""
-    from kvcdn.origin.service_settings import ServiceSettings
+    from kvcdn.origin.service.service_settings import ServiceSettings
 
     path, words = tmp_path / "key.pem", tmp_path / "words"
     path.write_bytes(PEM)

@@ -13,7 +13,7 @@ from kvcdn.digest import Digest, ModelTag
 from kvcdn.envelope import REVOCATIONS_MAGIC, seal_envelope
 from kvcdn.errors import CorruptError, RevokedError, UntrustedError, UsageError
 from kvcdn.keyring import keep_revocations, load_revocations, revocations_dir
-from kvcdn.origin.revocation import Targets, change_revocations, newest_list
+from kvcdn.origin.upkeep.revocation import Targets, change_revocations, newest_list
 from kvcdn.revocation import (
     CLOCK_SECONDS,
     MAX_ADDRESSES,

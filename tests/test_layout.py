@@ -38,6 +38,10 @@ NETWORK = {"socket", "ssl", "http", "urllib", "asyncio", "subprocess", "selector
 """Standard modules that the core, which does no I/O, has no use for."""
 
 
+INNER: dict[str, set[str]] = {"client": set(), "edge": {"memory", "page", "settings", "threads"}, "origin": set()}
+"""Rooms with folders, and the modules at their top which those may import; what else is at the top stands on the folders."""
+
+
 @cache
 def rooms() -> dict[str, tuple[Path, set[str], str]]:
     """ARCHITECTURE.md's table: package to folder, packages it may import, and the words of that cell."""
@@ -121,6 +125,33 @@ def test_imports_point_inwards(package: str, path: Path) -> None:
     assert set() == reached - may
 
 
+def folders(room: str) -> list[str]:
+    """ARCHITECTURE.md's table of what lies inside a room: its folders, in order."""
+    return re.findall(rf"^\| `{room}/(\w+)/` \|", (ROOT / "ARCHITECTURE.md").read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("room", INNER)
+def test_folders_of_a_room_are_told(room: str) -> None:
+    """The table inside a room names each folder, with the sentence that the folder says of itself."""
+    found = {path.parent.name for path in (ROOT / room).glob("*/__init__.py")} - {"page"}
+    assert found == set(folders(room))
+    table = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    for name in folders(room):
+        assert f"| `{room}/{name}/` | {ast.get_docstring(tree(ROOT / room / name / '__init__.py'))} |" in table
+
+
+IN_FOLDERS = [(room, path) for room in INNER for path in sorted((ROOT / room).glob("*/*.py")) if path.parent.name != "page"]
+
+
+@pytest.mark.parametrize(("room", "path"), IN_FOLDERS, ids=[str(path.relative_to(ROOT)) for _, path in IN_FOLDERS])
+def test_folders_of_a_room_import_in_order(room: str, path: Path) -> None:
+    """A module imports its own folder, those above it in the table, and at the room's top what the room stands on."""
+    order = folders(room)
+    inside = [module.split(".")[2:] for module in imports(f"kvcdn.{room}", path) if module.startswith(f"kvcdn.{room}.")]
+    below = {*order[: order.index(path.parent.name) + 1], *INNER[room]}
+    assert set() == {parts[0] for parts in inside} - below
+
+
 @pytest.mark.parametrize("path", modules("kvcdn"), ids=lambda path: path.name)
 def test_core_needs_three_libraries(path: Path) -> None:
     """The core imports what its row of the table names, blosc2 inside its codec only, and nothing that talks to a network."""
@@ -187,7 +218,8 @@ def test_edge_names_nothing_heavy(path: Path) -> None:
 
 def test_edge_loads_nothing_heavy() -> None:
     """Nor does anything that the edge imports: a running edge holds none of them."""
-    names = [f"kvcdn.edge.{path.stem}" for path in (ROOT / "edge").glob("*.py") if not path.stem.startswith("__")]
+    paths = [path.relative_to(ROOT).with_suffix("") for path in modules("kvcdn.edge") if not path.stem.startswith("__")]
+    names = [".".join(("kvcdn", *path.parts)) for path in paths]
     program = f"import sys, importlib; [importlib.import_module(n) for n in {names!r}]; print(*sys.modules)"
     # -P: what is installed is looked at, not ./kvcdn of the working directory, which lacks the edge.
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, timeout=120)

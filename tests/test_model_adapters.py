@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from kvcdn.cli.main import app
 from kvcdn.client import Client
-from kvcdn.client.report import MissReason
-from kvcdn.client.transport import StoreSource
+from kvcdn.client.loading.report import MissReason
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.errors import CorruptError, NotFoundError, UnsupportedModelError
 from kvcdn.model.adapters import adapter_state
@@ -22,7 +22,7 @@ from kvcdn.model.fingerprint import fingerprint_adapter, fingerprint_checkpoint
 from kvcdn.model.load import bind_model, load_model
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.tokens import Prompt
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
 from support.lora import tiny_adapter

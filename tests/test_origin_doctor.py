@@ -8,8 +8,8 @@ import time
 import pytest
 
 from kvcdn.errors import UnavailableError, UsageError
-from kvcdn.origin.doctor import PROBE_PREFIX, Role, Status, examine
-from kvcdn.origin.policy import lifecycle, policy
+from kvcdn.origin.upkeep.doctor import PROBE_PREFIX, Role, Status, examine
+from kvcdn.origin.upkeep.policy import lifecycle, policy
 from kvcdn.store import BlobInfo
 from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore

@@ -15,7 +15,7 @@ import pytest
 import trustme
 
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
-from kvcdn.origin.fetching import fetch_document, is_public, resolve_public
+from kvcdn.origin.jobs.fetching import fetch_document, is_public, resolve_public
 
 INTERNAL = [
     *("127.0.0.1", "127.9.9.9", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1"),

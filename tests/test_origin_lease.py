@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError, UnavailableError
 from kvcdn.manifest import open_manifest
-from kvcdn.origin import lease as leases
-from kvcdn.origin.catalog import find_manifest
-from kvcdn.origin.check import check_origin
-from kvcdn.origin.collect import collect_garbage
-from kvcdn.origin.copy import copy_documents
-from kvcdn.origin.lease import LEASE_MAGIC, Lease, Sweep, lease_prefix, read_lease
-from kvcdn.origin.remove import remove_documents, retire_model
+from kvcdn.origin.upkeep import lease as leases
+from kvcdn.origin.upkeep.catalog import find_manifest
+from kvcdn.origin.upkeep.check import check_origin
+from kvcdn.origin.upkeep.collect import collect_garbage
+from kvcdn.origin.upkeep.copy import copy_documents
+from kvcdn.origin.upkeep.lease import LEASE_MAGIC, Lease, Sweep, lease_prefix, read_lease
+from kvcdn.origin.upkeep.remove import remove_documents, retire_model
 from kvcdn.signing import SigningKey
 from kvcdn.stores.memory import MemoryStore
 from support.library import Library, Watched, in_order, keys

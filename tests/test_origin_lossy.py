@@ -11,7 +11,7 @@ import torch
 from kvcdn.block import open_header
 from kvcdn.certificate import Certificate
 from kvcdn.client import MissReason
-from kvcdn.client.transport import StoreSource
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.errors import QualityError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key, read_precisions
@@ -20,9 +20,9 @@ from kvcdn.model import bases
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.quality import Judge
 from kvcdn.model.shelf import Shelf
-from kvcdn.origin.estimate import estimate_publish
-from kvcdn.origin.lossy import Encoders
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.estimate import estimate_publish
+from kvcdn.origin.publishing.lossy import Encoders
+from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.paths import data_dir
 from kvcdn.stores.memory import MemoryStore
 from support.published import publish_text

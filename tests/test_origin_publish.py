@@ -12,10 +12,10 @@ from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.manifest import open_manifest
 from kvcdn.model.load import load_model
 from kvcdn.model.tokens import encode_text
-from kvcdn.origin.estimate import estimate_publish
-from kvcdn.origin.lease import read_lease
-from kvcdn.origin.publish import Publisher
-from kvcdn.origin.run import Run
+from kvcdn.origin.publishing.estimate import estimate_publish
+from kvcdn.origin.publishing.publish import Publisher
+from kvcdn.origin.publishing.run import Run
+from kvcdn.origin.upkeep.lease import read_lease
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore

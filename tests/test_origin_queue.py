@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
-from kvcdn.origin.jobs import DAY_SECONDS, Job, JobState, Window, read_request
-from kvcdn.origin.queue import MAX_DEATHS, MAX_FAILURES, ClaimLostError, JobQueue, QueueFullError
+from kvcdn.origin.jobs.jobs import DAY_SECONDS, Job, JobState, Window, read_request
+from kvcdn.origin.jobs.queue import MAX_DEATHS, MAX_FAILURES, ClaimLostError, JobQueue, QueueFullError
 
 
 class Clock:
@@ -232,8 +232,8 @@ def test_another_version_is_told(tmp_path) -> None:
 _WRITER = """
 import sys, time
 from pathlib import Path
-from kvcdn.origin.jobs import read_request
-from kvcdn.origin.queue import JobQueue
+from kvcdn.origin.jobs.jobs import read_request
+from kvcdn.origin.jobs.queue import JobQueue
 queue = JobQueue(Path(sys.argv[1]))
 number = 0
 while True:

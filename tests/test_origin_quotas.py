@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvcdn.access.allowance import DAY_SECONDS
-from kvcdn.origin.jobs import Job, JobRequest
-from kvcdn.origin.queue import JobQueue, QueueFullError
-from kvcdn.origin.quotas import Quotas
+from kvcdn.origin.jobs.jobs import Job, JobRequest
+from kvcdn.origin.jobs.queue import JobQueue, QueueFullError
+from kvcdn.origin.jobs.quotas import Quotas
 
 NOON = 20_000 * DAY_SECONDS + DAY_SECONDS / 2
 

@@ -18,11 +18,11 @@ import urllib3
 
 from kvcdn.errors import UsageError
 from kvcdn.keyring import create_signing_key, signing_key_path
-from kvcdn.origin.catalog import list_published
-from kvcdn.origin.jobs import JobState
-from kvcdn.origin.queue import JobQueue
-from kvcdn.origin.ray_environment import ray_environment, require_ray
-from kvcdn.origin.service_settings import load_settings
+from kvcdn.origin.jobs.jobs import JobState
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.service.ray_environment import ray_environment, require_ray
+from kvcdn.origin.service.service_settings import load_settings
+from kvcdn.origin.upkeep.catalog import list_published
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.command import kvcdn

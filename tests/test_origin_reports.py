@@ -19,9 +19,9 @@ import pytest
 
 from kvcdn.errors import UnavailableError
 from kvcdn.keys import block_key
-from kvcdn.origin.collect import collect_garbage
-from kvcdn.origin.jobs import JobRequest
-from kvcdn.origin.queue import JobQueue
+from kvcdn.origin.jobs.jobs import JobRequest
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.upkeep.collect import collect_garbage
 from kvcdn.stores import open_store, s3
 from kvcdn.stores.s3 import S3Store
 from support.faults import Fault, FaultyLink, faulty_link

@@ -13,9 +13,9 @@ from kvcdn.envelope import SUCCESSION_MAGIC, seal_envelope
 from kvcdn.errors import CorruptError, RevokedError, UntrustedError, UsageError
 from kvcdn.journal import Rotated
 from kvcdn.keyring import create_signing_key, load_signing_key, load_trust, next_key_path, signing_key_path, trust_publisher
-from kvcdn.origin.journal_check import check_journal
-from kvcdn.origin.revocation import Targets, change_revocations, newest_list
-from kvcdn.origin.rotation import announce_successor, find_successor, follow_successors
+from kvcdn.origin.upkeep.journal_check import check_journal
+from kvcdn.origin.upkeep.revocation import Targets, change_revocations, newest_list
+from kvcdn.origin.upkeep.rotation import announce_successor, find_successor, follow_successors
 from kvcdn.revocation import Revocations
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore

@@ -17,13 +17,13 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvcdn.access.grant import Grant, Scope
 from kvcdn.access.tokens import issue_token
 from kvcdn.errors import UsageError
-from kvcdn.origin.catalog import list_published
-from kvcdn.origin.jobs import JobState
-from kvcdn.origin.openapi import describe
-from kvcdn.origin.queue import JobQueue
-from kvcdn.origin.service import Service
-from kvcdn.origin.service_settings import load_settings
-from kvcdn.origin.watched import WatchBook
+from kvcdn.origin.jobs.jobs import JobState
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.service.openapi import describe
+from kvcdn.origin.service.service import Service
+from kvcdn.origin.service.service_settings import load_settings
+from kvcdn.origin.upkeep.catalog import list_published
+from kvcdn.origin.watching.watched import WatchBook
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
@@ -263,7 +263,7 @@ def test_beyond_this_machine_not_without_tokens_and_tls(tmp_path, listen) -> Non
 
 def test_without_torch_there_are_no_workers(tmp_path, monkeypatch) -> None:
     """That is told at the start, instead of by workers that die."""
-    from kvcdn.origin import serve
+    from kvcdn.origin.service import serve
 
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="torch"):

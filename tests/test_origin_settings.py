@@ -13,9 +13,9 @@ import pytest
 
 from kvcdn.edge import settings as edge_settings
 from kvcdn.errors import UsageError
-from kvcdn.origin import service_settings
-from kvcdn.origin import settings as origin_settings
-from kvcdn.origin.settings import PublisherSettings, load_settings
+from kvcdn.origin.publishing import settings as origin_settings
+from kvcdn.origin.publishing.settings import PublisherSettings, load_settings
+from kvcdn.origin.service import service_settings
 
 INFRA = Path(__file__).parents[1] / "infra"
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
-from kvcdn.origin.sources import list_documents, read_document
+from kvcdn.origin.publishing.sources import list_documents, read_document
 
 BAD = {
     "empty": (b"", UsageError, "is empty"),

@@ -13,14 +13,14 @@ import pytest
 from kvcdn.envelope import BLOCK_MAGIC
 from kvcdn.errors import CorruptError, NotFoundError, UsageError
 from kvcdn.keys import block_key, manifest_key
-from kvcdn.origin import sweep
-from kvcdn.origin.addresses import AddressSet
-from kvcdn.origin.catalog import find_manifest, find_model, find_object, list_published, model_tags
-from kvcdn.origin.check import Kind, check_origin
-from kvcdn.origin.collect import collect_garbage
-from kvcdn.origin.copy import Resigner, copy_documents
-from kvcdn.origin.remove import remove_documents, retire_model
-from kvcdn.origin.whole import largest_block, read_header, verify_block
+from kvcdn.origin.upkeep import sweep
+from kvcdn.origin.upkeep.addresses import AddressSet
+from kvcdn.origin.upkeep.catalog import find_manifest, find_model, find_object, list_published, model_tags
+from kvcdn.origin.upkeep.check import Kind, check_origin
+from kvcdn.origin.upkeep.collect import collect_garbage
+from kvcdn.origin.upkeep.copy import Resigner, copy_documents
+from kvcdn.origin.upkeep.remove import remove_documents, retire_model
+from kvcdn.origin.upkeep.whole import largest_block, read_header, verify_block
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.http import HttpStore
@@ -133,8 +133,8 @@ def test_retiring_a_model_leaves_other_models(library):
 def test_long_sweeps_are_cut_so_that_publishers_do_not_wait(here, monkeypatch):
     """Each sweep ends in time; the next looks again at what is published."""
     here.publish(*[(n, n) for n in range(20)])
-    monkeypatch.setattr("kvcdn.origin.lease.SWEEP_SECONDS", -1.0)
-    monkeypatch.setattr("kvcdn.origin.lease.Sweep.over", property(_worked))
+    monkeypatch.setattr("kvcdn.origin.upkeep.lease.SWEEP_SECONDS", -1.0)
+    monkeypatch.setattr("kvcdn.origin.upkeep.lease.Sweep.over", property(_worked))
     begun = []
     watched = Watched(here.store, lambda operation, key: begun.append(key) if operation == "create" else None)
     assert 40 == retire_model(watched, here.tag).blocks

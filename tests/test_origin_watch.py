@@ -17,19 +17,19 @@ import urllib3
 from kvcdn.errors import KvcdnError, NotFoundError, UsageError
 from kvcdn.model.load import load_model
 from kvcdn.model.tokens import encode_text
-from kvcdn.origin import watch_sources
-from kvcdn.origin.catalog import list_published
-from kvcdn.origin.fetching import Validators, fetch_bytes, resolve_public
-from kvcdn.origin.jobs import JobState
-from kvcdn.origin.journal import Journal
-from kvcdn.origin.journal_check import check_journal
-from kvcdn.origin.publish import Publisher
-from kvcdn.origin.queue import JobQueue
-from kvcdn.origin.service_settings import ServiceSettings, load_settings
-from kvcdn.origin.watch import Watcher
-from kvcdn.origin.watch_settings import WatchSettings
-from kvcdn.origin.watch_sources import MAX_LISTING_BYTES, WatchSource, read_sitemap
-from kvcdn.origin.watched import WatchBook
+from kvcdn.origin.jobs.fetching import Validators, fetch_bytes, resolve_public
+from kvcdn.origin.jobs.jobs import JobState
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.publishing.publish import Publisher
+from kvcdn.origin.service.service_settings import ServiceSettings, load_settings
+from kvcdn.origin.upkeep.catalog import list_published
+from kvcdn.origin.upkeep.journal import Journal
+from kvcdn.origin.upkeep.journal_check import check_journal
+from kvcdn.origin.watching import watch_sources
+from kvcdn.origin.watching.watch import Watcher
+from kvcdn.origin.watching.watch_settings import WatchSettings
+from kvcdn.origin.watching.watch_sources import MAX_LISTING_BYTES, WatchSource, read_sitemap
+from kvcdn.origin.watching.watched import WatchBook
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore

@@ -147,7 +147,7 @@ def test_bare_install_closure_is_light() -> None:
     [
         "import kvcdn.block, kvcdn.manifest, kvcdn.keys",
         "import kvcdn.stores",
-        "import kvcdn.edge.app",
+        "import kvcdn.edge.answers.app",
         "import kvcdn.cli.main",
     ],
     ids=["core", "stores", "edge", "cli"],

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from kvcdn.cli.bench_eviction import hit_share, make_policy
+from kvcdn.cli.bench.eviction import hit_share, make_policy
 from kvcdn.cli.simulate_parts import REAL
 from kvcdn.economics.pricebook import PriceBook
 from kvcdn.errors import UnsupportedModelError

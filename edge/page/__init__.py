@@ -13,7 +13,7 @@ from importlib.resources import files
 from aiohttp import web
 from blake3 import blake3
 
-from kvcdn.edge.respond import Note, PlainResponse
+from kvcdn.edge.http.respond import Note, PlainResponse
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -65,7 +65,7 @@ def ask(
 
     Where there is none, or it cannot be trusted, the model reads the document itself, and the report says why.
     """
-    from kvcdn.origin.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.publishing.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
 
     read = read_document(document)
     content, tools = (read.messages(), read.tools()) if chat else (read.text, None)

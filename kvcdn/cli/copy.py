@@ -35,9 +35,9 @@ def copy(
     the copies are yours: readers then need to trust only your key, and you answer for what the publishers said. Credentials are
     the same for both; a profile for one of them goes into its URL: s3://bucket/prefix?profile=NAME.
     """
-    from kvcdn.origin.catalog import find_model  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.copy import Resigner, copy_documents  # noqa: PLC0415
-    from kvcdn.origin.rotation import revoked_publishers  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import find_model  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.copy import Resigner, copy_documents  # noqa: PLC0415
+    from kvcdn.origin.upkeep.rotation import revoked_publishers  # noqa: PLC0415
     from kvcdn.revocation import Revocations  # noqa: PLC0415
     from kvcdn.stores import open_store  # noqa: PLC0415
 

@@ -30,7 +30,7 @@ def doctor(
 
     Writes one small object under v1/doctor/ and removes it. Ends with 5 where something is not as needed.
     """
-    from kvcdn.origin.doctor import Role, Status, examine  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.doctor import Role, Status, examine  # noqa: PLC0415 - see kvcdn.cli
 
     if policy is not None:
         _print_policy(policy, origin, as_json=as_json)
@@ -52,8 +52,8 @@ def doctor(
 
 
 def _print_policy(wanted: str, origin: str | None, *, as_json: bool) -> None:
-    from kvcdn.origin.doctor import Role  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.policy import lifecycle, policy  # noqa: PLC0415
+    from kvcdn.origin.upkeep.doctor import Role  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.policy import lifecycle, policy  # noqa: PLC0415
 
     if origin is None:
         raise UsageError("a policy is for an S3 origin", hint="name it: --origin s3://bucket/prefix")

@@ -33,10 +33,10 @@ from kvcdn.cli.output import print_json, print_pairs, print_text
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UsageError
 
 if TYPE_CHECKING:
-    from kvcdn.client.explanation import Explanation
-    from kvcdn.client.samples import Content
-    from kvcdn.client.transport import Source
-    from kvcdn.client.views import View
+    from kvcdn.client.explaining.explanation import Explanation
+    from kvcdn.client.explaining.samples import Content
+    from kvcdn.client.explaining.views import View
+    from kvcdn.client.sources.transport import Source
     from kvcdn.keys import ModelIdentity
     from kvcdn.manifest import Manifest
     from kvcdn.store import BlobStore
@@ -75,15 +75,15 @@ def explain(
     Without adapters the model is not loaded. Ends with 3 where nothing is published of the prompt and no cause is proved, and
     with 5 where the source cannot be asked.
     """
-    from kvcdn.origin.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.publishing.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
 
     read = read_document(prompt)
     quiet_libraries()
-    from kvcdn.client.explain import Explainer  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.client.samples import Conversation, read_sample  # noqa: PLC0415
-    from kvcdn.client.shelf import Shelf  # noqa: PLC0415
-    from kvcdn.client.surroundings import look_around  # noqa: PLC0415
-    from kvcdn.client.views import Form, View  # noqa: PLC0415
+    from kvcdn.client.explaining.explain import Explainer  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.client.explaining.samples import Conversation, read_sample  # noqa: PLC0415
+    from kvcdn.client.explaining.shelf import Shelf  # noqa: PLC0415
+    from kvcdn.client.explaining.surroundings import look_around  # noqa: PLC0415
+    from kvcdn.client.explaining.views import Form, View  # noqa: PLC0415
     from kvcdn.keyring import load_distrust, load_namespace  # noqa: PLC0415
     from kvcdn.keys import read_precisions  # noqa: PLC0415
     from kvcdn.model.identity import identify_model  # noqa: PLC0415
@@ -117,7 +117,7 @@ def explain(
 
 
 def _exit_code(explanation: Explanation) -> int:
-    from kvcdn.client.causes import Cause  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.client.explaining.causes import Cause  # noqa: PLC0415 - see kvcdn.cli
 
     if explanation.findings and explanation.findings[0].cause is Cause.UNAVAILABLE:
         return UnavailableError.exit_code
@@ -126,7 +126,7 @@ def _exit_code(explanation: Explanation) -> int:
 
 def _survey(store: BlobStore | None, identity: ModelIdentity) -> list[Manifest]:
     """Documents of an origin that can be listed, ours first; nothing where it cannot be: then only names can be tried."""
-    from kvcdn.origin.catalog import manifest_infos, model_tags, read_manifests  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.catalog import manifest_infos, model_tags, read_manifests  # noqa: PLC0415 - see kvcdn.cli
 
     found: list[Manifest] = []
     if store is None:
@@ -161,7 +161,7 @@ def _manifest(target: str, source: Source, store: BlobStore | None, identity: Mo
 def _manifest_key(target: str, store: BlobStore | None, identity: ModelIdentity) -> str:
     from kvcdn.digest import Digest  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.keys import manifest_key  # noqa: PLC0415
-    from kvcdn.origin.catalog import find_manifest  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import find_manifest  # noqa: PLC0415
 
     if target.startswith("v1/"):
         return target
@@ -174,15 +174,15 @@ def _manifest_key(target: str, store: BlobStore | None, identity: ModelIdentity)
 
 
 def _document(target: str) -> Content:
-    from kvcdn.client.samples import read_sample  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.sources import read_document  # noqa: PLC0415
+    from kvcdn.client.explaining.samples import read_sample  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.publishing.sources import read_document  # noqa: PLC0415
 
     read = read_document(target)
     return read_sample(read.name, read.text).content
 
 
 def _print(name: str, found: Explanation) -> None:
-    from kvcdn.client.difference import visible  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.client.explaining.difference import visible  # noqa: PLC0415 - see kvcdn.cli
 
     identity = found.identity
     published = f"the first {found.published:,} tokens" if found.published else "nothing"

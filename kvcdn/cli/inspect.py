@@ -34,7 +34,7 @@ def inspect_object(
     from kvcdn.block import open_header  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.envelope import MANIFEST_MAGIC, MAX_ENVELOPE_BYTES  # noqa: PLC0415
     from kvcdn.manifest import MAX_MANIFEST_BYTES, open_manifest  # noqa: PLC0415
-    from kvcdn.origin.catalog import find_object  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import find_object  # noqa: PLC0415
 
     trusted = trust_list(trust)
     path = Path(target)

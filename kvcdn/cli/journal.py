@@ -15,7 +15,7 @@ from kvcdn.errors import CorruptError, UsageError
 
 if TYPE_CHECKING:
     from kvcdn.journal import Entry
-    from kvcdn.origin.journal_check import DocumentsCompared, JournalChecked
+    from kvcdn.origin.upkeep.journal_check import DocumentsCompared, JournalChecked
     from kvcdn.signing import PublicKey, TrustList
     from kvcdn.store import BlobStore
 
@@ -47,7 +47,7 @@ def list_entries(
 ) -> None:
     """List the newest entries of an origin's journal, the newest last. Signatures are checked; the chain is by verify."""
     from kvcdn.journal import ACTIONS, START  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.journal import find_head  # noqa: PLC0415
+    from kvcdn.origin.upkeep.journal import find_head  # noqa: PLC0415
 
     if action is not None and action not in ACTIONS:
         raise UsageError(f"{action[:40]!r} is no action", hint=f"one of {', '.join(ACTIONS)}")
@@ -93,7 +93,7 @@ def verify(
     wrong. What --documents finds is shown and changes no exit code: see docs/publishing.md.
     """
     from kvcdn.keyring import forget_journal_head, keep_journal_head, load_journal_head  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.journal_check import Shelf, check_journal  # noqa: PLC0415
+    from kvcdn.origin.upkeep.journal_check import Shelf, check_journal  # noqa: PLC0415
 
     store, trusted, progress = open_origin(origin, endpoint), trust_list(trust), ticking()
     if forget:
@@ -117,7 +117,7 @@ def verify(
 
 def _backwards(store: BlobStore, last: int) -> Iterator[tuple[int, Entry | None]]:
     from kvcdn.journal import open_entry  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.journal import read_entries  # noqa: PLC0415
+    from kvcdn.origin.upkeep.journal import read_entries  # noqa: PLC0415
 
     for number, data in read_entries(store, range(last, 0, -1)):
         try:

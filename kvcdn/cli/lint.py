@@ -11,7 +11,7 @@ from kvcdn.cli.output import print_json, print_pairs, print_text
 from kvcdn.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcdn.client.lint import Lint, Problem
+    from kvcdn.client.explaining.lint import Lint, Problem
 
 _SECONDS_PER_HOUR = 3600
 
@@ -36,14 +36,14 @@ def lint(
 
     One sample is looked through for what usually changes. The model is not loaded.
     """
-    from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.publishing.sources import list_documents, read_document  # noqa: PLC0415 - see kvcdn.cli
 
     documents = [read_document(name) for source in samples for name in list_documents(source)]
     quiet_libraries()
-    from kvcdn.client.causes import Certainty  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.client.lint import lint_samples  # noqa: PLC0415
-    from kvcdn.client.samples import read_samples  # noqa: PLC0415
-    from kvcdn.client.views import Form, View  # noqa: PLC0415
+    from kvcdn.client.explaining.causes import Certainty  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.client.explaining.lint import lint_samples  # noqa: PLC0415
+    from kvcdn.client.explaining.samples import read_samples  # noqa: PLC0415
+    from kvcdn.client.explaining.views import Form, View  # noqa: PLC0415
     from kvcdn.keys import Namespace  # noqa: PLC0415
     from kvcdn.model.identity import identify_model, layout_dtype  # noqa: PLC0415
     from kvcdn.model.speed import prefill_speed_of  # noqa: PLC0415
@@ -81,7 +81,7 @@ def _to_json(found: Lint, model: str, speed: float | None, price: float | None) 
 
 
 def _print(found: Lint, model: str, speed: float | None, price: float | None) -> None:
-    from kvcdn.client.causes import Certainty  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.client.explaining.causes import Certainty  # noqa: PLC0415 - see kvcdn.cli
 
     share = "looked through alone" if found.samples == 1 else f"share their first {found.shared:,} tokens"
     print_pairs(

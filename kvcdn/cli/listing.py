@@ -20,7 +20,7 @@ from kvcdn.errors import UsageError
 
 if TYPE_CHECKING:
     from kvcdn.manifest import Manifest
-    from kvcdn.origin.catalog import Listed
+    from kvcdn.origin.upkeep.catalog import Listed
     from kvcdn.signing import TrustList
 
 _PAGE_ROWS = 500
@@ -53,7 +53,7 @@ def list_documents(
     as_json: AsJson = False,
 ) -> None:
     """List what is published at an origin. Texts cannot be told from it; labels, where publishers set them, can."""
-    from kvcdn.origin.catalog import list_published, tag_of  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.catalog import list_published, tag_of  # noqa: PLC0415 - see kvcdn.cli
 
     store, trusted = open_origin(origin, endpoint), trust_list(trust)
     if after is not None and not after.startswith("v1/"):

@@ -10,7 +10,6 @@ import typer
 from kvcdn import __version__
 from kvcdn.cli import (
     ask,
-    bench,
     cache,
     copy,
     demo,
@@ -40,6 +39,7 @@ from kvcdn.cli import (
     warm,
     watches,
 )
+from kvcdn.cli.bench import commands as bench
 from kvcdn.cli.output import print_error
 from kvcdn.errors import KvcdnError, UsageError
 

@@ -15,8 +15,8 @@ from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.paths import data_dir
 
 if TYPE_CHECKING:
-    from kvcdn.client.transport import Source
-    from kvcdn.origin.journal import Journal
+    from kvcdn.client.sources.transport import Source
+    from kvcdn.origin.upkeep.journal import Journal
     from kvcdn.signing import SigningKey, TrustList
     from kvcdn.store import BlobStore
 
@@ -75,7 +75,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 class Mode(enum.StrEnum):
-    """Ways to a cache, as `kvcdn.client.plan` has them."""
+    """Ways to a cache, as `kvcdn.client.planning.plan` has them."""
 
     AUTO = "auto"
     FETCH = "fetch"
@@ -102,7 +102,7 @@ def default_origin() -> str:
 
 def open_source(edges: list[str] | None, origin: str | None, endpoint: str | None, token: str | None) -> Source:
     """The source that --edge or --origin names, by default the user's own folder."""
-    from kvcdn.client.sources import open_source as open_  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.client.sources.sources import open_source as open_  # noqa: PLC0415 - see kvcdn.cli
 
     urls = [url.strip() for edge in edges or () for url in edge.split(",") if url.strip()]
     for url in urls:
@@ -131,7 +131,7 @@ def signing_key(path: Path | None, *, create: bool = True) -> SigningKey:
 
 def open_journal(store: BlobStore, key: Path | None) -> Journal:
     """The journal of `store`, to be signed with the key at `key`, or the user's."""
-    from kvcdn.origin.journal import Journal  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.journal import Journal  # noqa: PLC0415 - see kvcdn.cli
 
     return Journal(store, signing_key(key))
 

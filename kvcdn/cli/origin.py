@@ -27,8 +27,8 @@ def origin(
     check_config: Annotated[bool, typer.Option("--check-config", help="Say whether the settings will do, and end.")] = False,
 ) -> None:
     """Take documents over HTTP, prefill them when it suits, and publish their KV caches. Options override the settings file."""
-    from kvcdn.origin.serve import require_workers, run  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.service_settings import load_settings  # noqa: PLC0415
+    from kvcdn.origin.service.serve import require_workers, run  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.service.service_settings import load_settings  # noqa: PLC0415
 
     given = {
         "origin": origin,

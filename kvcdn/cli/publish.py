@@ -36,10 +36,10 @@ from kvcdn.errors import KvcdnError, UsageError
 if TYPE_CHECKING:
     from kvcdn.keys import Namespace
     from kvcdn.model.load import LoadedModel
-    from kvcdn.origin.publish import Publisher, PublishProgress, PublishResult
-    from kvcdn.origin.settings import PublisherSettings
-    from kvcdn.origin.sources import Document
-    from kvcdn.origin.usage import OriginUsage
+    from kvcdn.origin.publishing.publish import Publisher, PublishProgress, PublishResult
+    from kvcdn.origin.publishing.settings import PublisherSettings
+    from kvcdn.origin.publishing.sources import Document
+    from kvcdn.origin.service.usage import OriginUsage
     from kvcdn.signing import SigningKey
 
 _SECONDS_PER_DAY = 86400
@@ -112,9 +112,9 @@ def publish(
         _submit(source, service, token, wished, chat=chat, wait=wait, as_json=as_json)
         return
     from kvcdn.keyring import load_namespace  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.settings import load_settings  # noqa: PLC0415
-    from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415
-    from kvcdn.origin.usage import OriginUsage  # noqa: PLC0415
+    from kvcdn.origin.publishing.settings import load_settings  # noqa: PLC0415
+    from kvcdn.origin.publishing.sources import list_documents, read_document  # noqa: PLC0415
+    from kvcdn.origin.service.usage import OriginUsage  # noqa: PLC0415
 
     options = {"model": model, "origin": origin, "endpoint": endpoint, "namespace": namespace, "label": label, "days": days}
     quality = {"precision": precision, "min_quality": min_quality, "progressive": progressive}
@@ -153,7 +153,7 @@ def _submit(
 ) -> None:
     """Hands documents to a prefill service. Each has a key, so that asking again after a lost answer adds no second job."""
     from kvcdn.cli.submit import ServiceClient, submit_all  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.sources import list_documents, read_document  # noqa: PLC0415
+    from kvcdn.origin.publishing.sources import list_documents, read_document  # noqa: PLC0415
 
     common = {name: value for name, value in wished.items() if value is not None}
     requests = []
@@ -207,7 +207,7 @@ def _load(settings: PublisherSettings) -> LoadedModel:
 
 
 def _publisher(loaded: LoadedModel, settings: PublisherSettings, space: Namespace) -> Publisher:
-    from kvcdn.origin.publish import Publisher  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.publishing.publish import Publisher  # noqa: PLC0415 - see kvcdn.cli
 
     signer = _signer(settings)
     store = open_origin(settings.origin, settings.endpoint)
@@ -257,7 +257,7 @@ def _publishing(
 def _estimator(
     loaded: LoadedModel, settings: PublisherSettings, space: Namespace, *, chat: bool, as_json: bool
 ) -> Callable[[Document], None]:
-    from kvcdn.origin.estimate import estimate_publish  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.publishing.estimate import estimate_publish  # noqa: PLC0415 - see kvcdn.cli
 
     def handle(document: Document) -> None:
         estimate = estimate_publish(loaded, encode_document(loaded, document, chat=chat), space, settings.precision)

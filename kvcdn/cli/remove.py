@@ -12,7 +12,7 @@ from kvcdn.cli.output import note, print_json, print_pairs, size, ticking
 from kvcdn.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcdn.origin.remove import Removal
+    from kvcdn.origin.upkeep.remove import Removal
 
 
 def remove(
@@ -30,8 +30,8 @@ def remove(
 
     Edges keep copies until these are evicted or purged. The origin's journal says who removed what.
     """
-    from kvcdn.origin.catalog import find_manifest  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.remove import remove_documents  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import find_manifest  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.remove import remove_documents  # noqa: PLC0415
 
     store = open_origin(origin, endpoint)
     infos = {info.key: info for info in (find_manifest(store, address) for address in addresses)}
@@ -53,8 +53,8 @@ def retire(
     as_json: AsJson = False,
 ) -> None:
     """Remove everything that is published of a model: all documents of one fingerprint."""
-    from kvcdn.origin.catalog import find_model, manifest_infos  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.remove import retire_model  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import find_model, manifest_infos  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.remove import retire_model  # noqa: PLC0415
 
     store, progress = open_origin(origin, endpoint), ticking()
     tag = find_model(store, model, progress)

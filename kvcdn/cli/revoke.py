@@ -44,9 +44,9 @@ def revoke(
     Nothing is deleted: kvcdn rm and kvcdn retire do that, and cannot reach copies.
     """
     from kvcdn.keyring import keep_revocations  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.catalog import find_model  # noqa: PLC0415
-    from kvcdn.origin.journal import Journal  # noqa: PLC0415
-    from kvcdn.origin.revocation import Targets, change_revocations  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import find_model  # noqa: PLC0415
+    from kvcdn.origin.upkeep.journal import Journal  # noqa: PLC0415
+    from kvcdn.origin.upkeep.revocation import Targets, change_revocations  # noqa: PLC0415
     from kvcdn.signing import PublicKey  # noqa: PLC0415
 
     named = bool(addresses or publisher or model)
@@ -69,8 +69,8 @@ def revoke(
 
 def _named(store: BlobStore, addresses: list[str], *, undo: bool) -> frozenset[Digest]:
     from kvcdn.digest import Digest  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.catalog import find_manifest  # noqa: PLC0415
-    from kvcdn.origin.revocation import document_addresses  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import find_manifest  # noqa: PLC0415
+    from kvcdn.origin.upkeep.revocation import document_addresses  # noqa: PLC0415
 
     infos, bare = {}, set()
     for text in addresses:

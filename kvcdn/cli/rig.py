@@ -18,7 +18,7 @@ from kvcdn.errors import UsageError
 if TYPE_CHECKING:
     from kvcdn.client import Client
     from kvcdn.edge.launch import RunningEdge
-    from kvcdn.origin.publish import PublishProgress, PublishResult
+    from kvcdn.origin.publishing.publish import PublishProgress, PublishResult
 
 QUESTION = "What is this document about?"
 
@@ -49,11 +49,11 @@ def running_rig(
     """Publishes the first `tokens` tokens of `document` (by default a text found on the machine) and serves them."""
     quiet_libraries()
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.client.sources import open_source  # noqa: PLC0415
+    from kvcdn.client.sources.sources import open_source  # noqa: PLC0415
     from kvcdn.edge.launch import launch_edge  # noqa: PLC0415
     from kvcdn.model.load import bind_model, load_transformers  # noqa: PLC0415
     from kvcdn.model.tokens import encode_text  # noqa: PLC0415
-    from kvcdn.origin.publish import Publisher  # noqa: PLC0415
+    from kvcdn.origin.publishing.publish import Publisher  # noqa: PLC0415
     from kvcdn.signing import SigningKey, TrustList  # noqa: PLC0415
     from kvcdn.stores import open_store  # noqa: PLC0415
     from kvcdn.stores.local import LocalStore  # noqa: PLC0415
@@ -79,7 +79,7 @@ def running_rig(
 
 def document_text(document: Path | None) -> str:
     """The text of `document`, or of one that is on the machine."""
-    from kvcdn.origin.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.publishing.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
 
     if document is not None:
         return read_document(str(document)).text

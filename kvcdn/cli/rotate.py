@@ -91,7 +91,7 @@ def _rotate(stores: list[BlobStore], path: Path, *, encrypt: bool) -> dict[str, 
 
 def _announce(stores: list[BlobStore], old: SigningKey, new: SigningKey) -> dict[str, Any]:
     from kvcdn.keyring import keep_revocations  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.rotation import announce_successor  # noqa: PLC0415
+    from kvcdn.origin.upkeep.rotation import announce_successor  # noqa: PLC0415
 
     origins = []
     for store in stores:

@@ -26,7 +26,7 @@ from kvcdn.cli.output import note, print_json, print_pairs, ticking
 from kvcdn.errors import CorruptError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from kvcdn.origin.standing import Standing
+    from kvcdn.origin.upkeep.standing import Standing
 
 _SECONDS_PER_DAY = 86400
 
@@ -55,8 +55,8 @@ def show(
     Blocks are looked for and not read; kvcdn fsck reads them. Without adapters no model is loaded.
     """
     from kvcdn.keyring import load_distrust, load_revocations  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.catalog import find_manifest, read_manifest  # noqa: PLC0415
-    from kvcdn.origin.standing import look_up_standing  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import find_manifest, read_manifest  # noqa: PLC0415
+    from kvcdn.origin.upkeep.standing import look_up_standing  # noqa: PLC0415
 
     if model is None and (chat or adapter or namespace or precision != "native"):
         raise UsageError("an address says its precision and namespace itself", hint="name the document, and its --model")
@@ -94,7 +94,7 @@ def _object_key(source: str, model: str, adapters: list[Path], namespace: str | 
     """The object key under which the document at `source` is published for `model`."""
     from kvcdn.keyring import load_namespace  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.keys import PRECISIONS, PrefixNames, manifest_key  # noqa: PLC0415
-    from kvcdn.origin.sources import read_document  # noqa: PLC0415
+    from kvcdn.origin.publishing.sources import read_document  # noqa: PLC0415
 
     if precision not in PRECISIONS:
         raise UsageError(f"{precision[:40]!r} is no precision", hint=f"one of {', '.join(PRECISIONS)}")

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvcdn.cli.machine import machine
+from kvcdn.cli.bench.machine import machine
+from kvcdn.cli.bench.shaper import shaped_link
 from kvcdn.cli.options import quiet_libraries
 from kvcdn.cli.rig import document_text
-from kvcdn.cli.shaper import shaped_link
 from kvcdn.cli.simulate_parts import REAL
 from kvcdn.economics.case import Speed
 from kvcdn.economics.models import plain
@@ -141,7 +141,7 @@ def _publish(model: str, case: CheckCase, origin: Path) -> tuple[Stock, Callable
     from kvcdn.client import Client  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.model.load import bind_model, load_transformers  # noqa: PLC0415
     from kvcdn.model.tokens import Prompt, encode_text  # noqa: PLC0415
-    from kvcdn.origin.publish import Publisher  # noqa: PLC0415
+    from kvcdn.origin.publishing.publish import Publisher  # noqa: PLC0415
     from kvcdn.signing import SigningKey, TrustList  # noqa: PLC0415
     from kvcdn.stores import open_store  # noqa: PLC0415
 

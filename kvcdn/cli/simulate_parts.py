@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcdn.cli.bench_eviction import make_policy
-from kvcdn.cli.eviction_policies import Policy
-from kvcdn.client.plan import Aim, Mode, Progress, Work, decide
+from kvcdn.cli.bench.eviction import make_policy
+from kvcdn.cli.bench.eviction_policies import Policy
+from kvcdn.client.planning.plan import Aim, Mode, Progress, Work, decide
 from kvcdn.simulation.node import Cache
 from kvcdn.simulation.site import Offer, Planned
 from kvcdn.simulation.world import Parts

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvcdn.cli.bench_page import machine_words
+from kvcdn.cli.bench.page import machine_words
 from kvcdn.cli.output import size
 from kvcdn.cli.simulate_parts import REAL
 from kvcdn.cli.trace_file import trace_lines

@@ -49,7 +49,7 @@ def follow(
     key stays on the list, as what it signed stays good; take its line off when you need that no more.
     """
     from kvcdn.keyring import load_distrust, load_revocations, trust_path, trust_publisher  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.rotation import follow_successors  # noqa: PLC0415
+    from kvcdn.origin.upkeep.rotation import follow_successors  # noqa: PLC0415
     from kvcdn.signing import PublicKey  # noqa: PLC0415
 
     key, store = PublicKey.from_text(publisher), open_origin(origin, endpoint)

@@ -13,8 +13,8 @@ from kvcdn.cli.output import note, print_json, print_pairs, print_text, size, ti
 from kvcdn.errors import CorruptError, UsageError
 
 if TYPE_CHECKING:
-    from kvcdn.origin.check import Checked
-    from kvcdn.origin.collect import Collected
+    from kvcdn.origin.upkeep.check import Checked
+    from kvcdn.origin.upkeep.collect import Collected
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -39,7 +39,7 @@ def collect(
 
     Safe beside running publishers. A model of which a manifest cannot be read is left alone, with exit code 4.
     """
-    from kvcdn.origin.collect import collect_garbage  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.collect import collect_garbage  # noqa: PLC0415 - see kvcdn.cli
 
     seconds, store = parse_duration(grace), open_origin(origin, endpoint)
     found = collect_garbage(store, grace_seconds=seconds, dry_run=dry_run, progress=ticking())
@@ -77,8 +77,8 @@ def check(
     Ends with 4 where something is corrupt, with 3 where only blocks are missing, also after a repair, which cannot bring back
     what is lost: it removes, and says which documents have to be published again.
     """
-    from kvcdn.origin.catalog import find_model  # noqa: PLC0415 - see kvcdn.cli
-    from kvcdn.origin.check import check_origin  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import find_model  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.upkeep.check import check_origin  # noqa: PLC0415
 
     store, progress = open_origin(origin, endpoint), ticking()
     journal = partial(open_journal, store, key)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvcdn.client.verify import Verification
 
 if TYPE_CHECKING:
-    from kvcdn.client.report import Audited
+    from kvcdn.client.loading.report import Audited
     from kvcdn.client.verify import AuditedPrefix
 
 
@@ -64,7 +64,7 @@ def verify(
     and how far both are from one pass over the whole text, as any two kernels differ. With --audit, random blocks alone are
     recomputed, which takes their share of a prefill; a publisher whose block is not right is not trusted from then on.
     """
-    from kvcdn.origin.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.origin.publishing.sources import read_document  # noqa: PLC0415 - see kvcdn.cli
 
     read = read_document(document)
     source, trusted = open_source(edge, origin, endpoint, token), trust_list(trust)
@@ -112,7 +112,7 @@ def verify(
 
 def _report_audit(found: AuditedPrefix, document: str, document_tokens: int, *, as_json: bool) -> None:
     """Shows an audit's outcome, and refuses publishers that failed it: this program loaded the model from its files."""
-    from kvcdn.client.audit import poison, reason_of  # noqa: PLC0415 - see kvcdn.cli
+    from kvcdn.client.trust.audit import poison, reason_of  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.signing import PublicKey  # noqa: PLC0415
 
     if as_json:

@@ -86,7 +86,7 @@ def _asked(
     from kvcdn.keyring import load_namespace  # noqa: PLC0415
     from kvcdn.keys import Chain, read_precisions  # noqa: PLC0415
     from kvcdn.model.tokens import encode_chat, encode_text  # noqa: PLC0415
-    from kvcdn.origin.sources import read_document  # noqa: PLC0415
+    from kvcdn.origin.publishing.sources import read_document  # noqa: PLC0415
 
     read = read_document(document)
     if chat:

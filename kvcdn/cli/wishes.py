@@ -8,8 +8,8 @@ from kvcdn.cli.inspect import day
 from kvcdn.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvcdn.origin.result import PublishResult
-    from kvcdn.origin.settings import PublisherSettings
+    from kvcdn.origin.publishing.result import PublishResult
+    from kvcdn.origin.publishing.settings import PublisherSettings
     from kvcdn.store import BlobStore
 
 _HERE = frozenset(("adapter", "origin", "endpoint", "config", "key", "trust", "device", "usage", "dry_run"))
@@ -45,7 +45,7 @@ def unfulfilled(store: BlobStore, result: PublishResult, settings: PublisherSett
 def _kept(store: BlobStore, result: PublishResult, settings: PublisherSettings) -> str:
     from kvcdn.digest import Digest  # noqa: PLC0415 - see kvcdn.cli
     from kvcdn.keys import manifest_key, model_tag  # noqa: PLC0415
-    from kvcdn.origin.catalog import read_manifest  # noqa: PLC0415
+    from kvcdn.origin.upkeep.catalog import read_manifest  # noqa: PLC0415
 
     fingerprint, address = (Digest(bytes.fromhex(text)) for text in (result.fingerprint, result.address))
     info = store.stat(manifest_key(model_tag(fingerprint), address))

@@ -25,22 +25,22 @@ DAYS_PER_MONTH = 365 / 12
 GB = 1e9
 
 OPEN_BYTES_PER_S = 2.4e9
-"""Raw KV that a reader verifies, decrypts and decodes: some 300 MB/s a thread (client/fetch.py), times its eight threads."""
+"""Raw KV that a reader verifies, decrypts and decodes: some 300 MB/s a thread (`client/loading/fetch.py`), times eight."""
 
 ROUND_TRIPS = 4
 """Before the first byte of KV: TCP, TLS, the match, the block."""
 
 REQUEST_BYTES = 8 << 20
-"""What a reader asks a store for at once (LARGEST_RANGE_BYTES in client/stored.py): most blocks are one request."""
+"""What a reader asks a store for at once (LARGEST_RANGE_BYTES in client/sources/stored.py): most blocks are one request."""
 
 RANGE_BYTES = 1 << 20
-"""What it asks an edge for at once, for long documents (client/source.py)."""
+"""What it asks an edge for at once, for long documents (client/sources/source.py)."""
 
 STREAMED_BLOCKS = 16
-"""Up to so many blocks an edge streams whole, one request each (client/fetch.py)."""
+"""Up to so many blocks an edge streams whole, one request each (client/loading/fetch.py)."""
 
 CONNECTIONS = 8
-"""Requests under way at once: a reader's threads (client/fetch.py). Each waits a round trip for its next piece."""
+"""Requests under way at once: a reader's threads (client/loading/fetch.py). Each waits a round trip for its next piece."""
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,8 @@ class Case:
             ("round_trip", self.link.round_trip_s, "seconds", self.link.source, ""),
             ("round_trips", self.round_trips, "before the first byte: TCP, TLS, match, block", "assumed", ""),
             ("open_rate", self.open_bytes_per_s, "raw bytes a second: verify, decrypt, decode", "assumed: 8 threads", ""),
-            ("request_bytes", self.request_bytes, "bytes of one request to the store, at most", "client/stored.py", ""),
-            ("connections", CONNECTIONS, "requests under way at once", "client/fetch.py", ""),
+            ("request_bytes", self.request_bytes, "bytes of one request to the store, at most", "client/sources/stored.py", ""),
+            ("connections", CONNECTIONS, "requests under way at once", "client/loading/fetch.py", ""),
             ("requests_per_read", self.ranges + 1, "from the store; one more to match", "computed", ""),
             ("requests_per_fill", self.blocks + 1, "from the store by an edge: whole blocks", "computed", ""),
         ]

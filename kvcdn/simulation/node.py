@@ -19,7 +19,7 @@ SizeOf = Callable[[int], float]
 """The stored bytes of a block."""
 
 PRESENT_SECONDS = 600.0
-"""How long a node remembers that a block exists (edge/presence.py)."""
+"""How long a node remembers that a block exists (edge/reads/presence.py)."""
 
 
 class Cache(Protocol):

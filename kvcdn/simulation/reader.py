@@ -1,8 +1,9 @@
 """A reader: one prompt from its arrival to its first token, as the client goes about it.
 
 What the devices' memory holds is free. Of what follows, the published part is fetched, computed, or both: computed from the
-left while it arrives from the right, until they meet (`client/race.py`). A fetch that takes longer than it should is planned
-anew. The rest of the prompt is one pass. A device is taken when there is something to compute, and kept until the first token.
+left while it arrives from the right, until they meet (`client/planning/race.py`). A fetch that takes longer than it should is
+planned anew. The rest of the prompt is one pass. A device is taken when there is something to compute, and kept until the
+first token.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kvcdn.edge.disk.storage import DiskCache
 from kvcdn.edge.launch import RunningEdge
-from kvcdn.edge.storage import DiskCache
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import make_document
 from support.edge_process import connect, disk_bytes, metric, object_files, running_edge

@@ -17,9 +17,9 @@ import time
 
 import urllib3
 
-from kvcdn.origin.catalog import list_published
-from kvcdn.origin.jobs import JobState
-from kvcdn.origin.queue import JobQueue
+from kvcdn.origin.jobs.jobs import JobState
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.upkeep.catalog import list_published
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
 from support.origin_process import children, descendants, running_origin

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from kvcdn.client.explain import Explainer, Explanation
-from kvcdn.client.samples import Conversation
-from kvcdn.client.shelf import Shelf
-from kvcdn.client.surroundings import Surroundings, look_around
-from kvcdn.client.transport import StoreSource
-from kvcdn.client.views import View
+from kvcdn.client.explaining.explain import Explainer, Explanation
+from kvcdn.client.explaining.samples import Conversation
+from kvcdn.client.explaining.shelf import Shelf
+from kvcdn.client.explaining.surroundings import Surroundings, look_around
+from kvcdn.client.explaining.views import View
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.keys import Namespace
 from kvcdn.manifest import Manifest
 from kvcdn.model.load import LoadedModel, load_model
-from kvcdn.origin.catalog import list_published
-from kvcdn.origin.publish import Publisher
+from kvcdn.origin.publishing.publish import Publisher
+from kvcdn.origin.upkeep.catalog import list_published
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
 from support.tiny import CHAT_TEMPLATE, TEXT, tiny_checkpoint, tiny_tokenizer

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 from kvcdn.digest import ModelTag
-from kvcdn.origin.catalog import find_manifest
-from kvcdn.origin.check import check_origin
-from kvcdn.origin.collect import collect_garbage
-from kvcdn.origin.copy import copy_documents
-from kvcdn.origin.remove import remove_documents, retire_model
+from kvcdn.origin.upkeep.catalog import find_manifest
+from kvcdn.origin.upkeep.check import check_origin
+from kvcdn.origin.upkeep.collect import collect_garbage
+from kvcdn.origin.upkeep.copy import copy_documents
+from kvcdn.origin.upkeep.remove import remove_documents, retire_model
 from kvcdn.stores.folder import FolderStore
 from support.library import Watched
 

@@ -16,8 +16,8 @@ from kvcdn.digest import Digest, hash_bytes
 from kvcdn.keys import ModelIdentity, Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.layout import Layout
 from kvcdn.manifest import BlockEntry, Manifest
-from kvcdn.origin.lease import Lease
-from kvcdn.origin.whole import read_header
+from kvcdn.origin.upkeep.lease import Lease
+from kvcdn.origin.upkeep.whole import read_header
 from kvcdn.signing import SigningKey
 from kvcdn.store import BlobInfo, BlobStore
 from support.blocks import make_producer
@@ -33,7 +33,7 @@ def small_model(seed: int = 0) -> ModelIdentity:
 
 
 class Library:
-    """Publishes documents of one model into a store, as `kvcdn.origin.publish` does, without a model."""
+    """Publishes documents of one model into a store, as `kvcdn.origin.publishing.publish` does, without a model."""
 
     def __init__(self, store: BlobStore, *, model: ModelIdentity | None = None, key: SigningKey | None = None) -> None:
         self.store = store
@@ -180,7 +180,7 @@ def in_order(monkeypatch) -> Iterator[None]:
     """Everything of `kvcdn.origin` that uses threads does without, until the block ends."""
     with monkeypatch.context() as patched:
         for module in ("catalog", "sweep", "check", "copy"):
-            patched.setattr(f"kvcdn.origin.{module}.ThreadPoolExecutor", SerialPool)
+            patched.setattr(f"kvcdn.origin.upkeep.{module}.ThreadPoolExecutor", SerialPool)
         yield
 
 

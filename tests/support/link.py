@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kvcdn.client.link import LinkEstimate
-from kvcdn.client.transport import ObjectReader, StoreSource
+from kvcdn.client.network.link import LinkEstimate
+from kvcdn.client.sources.transport import ObjectReader, StoreSource
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import UnavailableError
 from kvcdn.store import BlobStore

@@ -10,11 +10,11 @@ from typing import Any
 
 from kvcdn import layout
 from kvcdn.client import Client
-from kvcdn.client.transport import StoreSource
+from kvcdn.client.sources.transport import StoreSource
 from kvcdn.keys import PRECISIONS
 from kvcdn.model.load import LoadedModel, load_model
 from kvcdn.model.tokens import Prompt, encode_text
-from kvcdn.origin.publish import Publisher, PublishResult
+from kvcdn.origin.publishing.publish import Publisher, PublishResult
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
 from kvcdn.stores.memory import MemoryStore

@@ -1,0 +1,1 @@
+"""What the prefill service is asked for, kept in one file that survives whatever happens."""

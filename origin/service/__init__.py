@@ -1,0 +1,1 @@
+"""The prefill service: its HTTP interface, its settings, and its workers, here or on a Ray cluster."""

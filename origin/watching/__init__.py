@@ -1,0 +1,1 @@
+"""Documents that change: looked at now and then, published again, the old version taken back."""
