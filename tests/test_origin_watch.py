@@ -293,10 +293,10 @@ def test_a_crash_loses_no_change_and_publishes_none_twice(stage, monkeypatch) ->
 
     def dying(queue, *given):
         insert(queue, *given)
-        raise MemoryError("killed")
+        raise SystemExit("killed")
 
     monkeypatch.setattr(JobQueue, "_insert", dying)
-    with pytest.raises(MemoryError):
+    with pytest.raises(SystemExit):
         stage.step()
     monkeypatch.setattr(JobQueue, "_insert", insert)
     stage.open()
