@@ -84,8 +84,8 @@ class MemoryPool:
         return torch.from_numpy(lent)
 
     def _find(self, size: int) -> mmap.mmap | None:
-        """The smallest kept block for `size` bytes, if one is not much larger; of equal ones the last that was used."""
-        fitting = [one for one in reversed(tuple(self._kept)) if size <= len(one[1]) <= size + size // 4]
+        """The smallest kept block for `size` bytes, up to twice as large; of equal ones the last that was used."""
+        fitting = [one for one in reversed(tuple(self._kept)) if size <= len(one[1]) <= 2 * size]
         for one in sorted(fitting, key=lambda kept: len(kept[1])):
             with suppress(ValueError):  # another thread was faster
                 self._kept.remove(one)

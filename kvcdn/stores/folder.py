@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import secrets
 import stat
 import time
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
@@ -25,6 +23,7 @@ from threading import Lock
 from kvcdn.digest import Buffer
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.store import FIRST_BYTES, MAX_KEY_CHARACTERS, STREAM_CHUNK_BYTES, BlobInfo, check_key, is_behind
+from kvcdn.stores.direct import write_pieces
 from kvcdn.stores.span import Span, begun
 
 STAGING_FOLDER = ".tmp"
@@ -36,9 +35,6 @@ STALE_SECONDS = 24 * 3600
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OBJECT = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _STAGED = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-
-_PIECES_AT_ONCE = 1024
-"""As many as Linux takes in one call."""
 
 OBJECT_MODE = 0o444
 """Objects are immutable, and their files say so."""
@@ -197,7 +193,7 @@ class FolderStore:
             try:
                 file = os.open(name, _STAGED, OBJECT_MODE, dir_fd=staging)
                 with _opened(file):
-                    _write(file, pieces)
+                    write_pieces(file, pieces)
                     os.fsync(file)
                 yield staging, name
             finally:
@@ -250,17 +246,6 @@ class FolderStore:
                 return UnavailableError(what, hint=f"give the user of this process access to {self._root}")
             case _:
                 return UnavailableError(what)
-
-
-def _write(file: int, pieces: Sequence[Buffer]) -> None:
-    """Writes all of them, many at a time: each call may have to wait for the interpreter, which a model uses beside."""
-    views = deque(memoryview(piece) for piece in pieces if piece)
-    while views:
-        written = os.writev(file, list(itertools.islice(views, _PIECES_AT_ONCE)))
-        while views and written >= len(views[0]):
-            written -= len(views.popleft())
-        if written:
-            views[0] = views[0][written:]
 
 
 def _name(key: str) -> str:
