@@ -1,4 +1,4 @@
-"""The suite: every benchmark in sizes that together take a quarter of an hour on two cores, each kept as a JSON file.
+"""The suite: every benchmark in sizes that together take some twenty minutes on two cores, each kept as a JSON file.
 
 A benchmark is a process of its own, so that none finds memory, threads or caches of another, and none that fails stops the
 rest: its file of an earlier run stays.
@@ -40,7 +40,7 @@ BENCHES = (
     Bench(
         "crossover",
         "crossover",
-        ("--tokens", "2048", "--runs", "1", "--fetch-limit", "20", "--kill", "4"),
+        ("--tokens", "2048", "--runs", "3", "--fetch-limit", "20", "--kill", "4"),
         ("--tokens", "256", "--runs", "1", "--fetch-limit", "1", "--mbit", "5,50,500"),
     ),
     Bench("codec", "codec", ("--tokens", "1024", "--runs", "3"), ("--tokens", "128", "--runs", "1")),
