@@ -80,7 +80,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# All benchmarks, a quarter of an hour on two cores that have nothing else to do; docs/benchmarks.md, the README and docs/codecs.md made of them.
+# All benchmarks, some twenty minutes on two cores that have nothing else to do; docs/benchmarks.md, the README and docs/codecs.md made of them.
 # BENCH="ttft edge" for some of them; TRACES="a.jsonl.gz b.jsonl.gz" for recorded requests; QUICK=1 to see that all of them run.
 RESULTS := $(if $(QUICK),build/benchmarks,docs/benchmarks)
 bench: setup

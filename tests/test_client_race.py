@@ -17,6 +17,7 @@ from kvcdn.client.loading import fetch as fetch_module
 from kvcdn.client.loading.fetch import PrefixFetch
 from kvcdn.client.network.link import LinkEstimate
 from kvcdn.client.planning import race
+from kvcdn.client.planning.pace import Pace
 from kvcdn.client.planning.plan import Decision, Mode, decide
 from kvcdn.errors import MismatchError
 from kvcdn.keys import Namespace, PrefixNames, block_key
@@ -438,3 +439,16 @@ def test_a_slow_link_is_one_on_which_a_block_takes_long(published, monkeypatch):
         with of.client(SlowLink(of.store, known=LinkEstimate(0.001, bytes_per_s, 8))) as client:
             assert TOKENS == assert_same_bits(of, client.prepare(asked(of), mode="both"))
     assert [True, False] == asked_for
+
+
+@pytest.mark.parametrize(("spent", "stolen", "factor"), [(1.5, 0.0, 3.0), (1.5, 1.0, 1.0), (1.5, 1.4, 1.0), (0.25, 0.0, 0.5)])
+def test_what_a_fetch_takes_from_a_pass_is_not_its_pace(published, spent, stolen, factor):
+    """Half of a pass is done: its time counts, less what the fetch beside it decoded, but as no faster than remembered."""
+    of = published("llama")
+    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
+    remember_passes(of.loaded, [Pass(name.start, name.end, 1.0) for name in names])
+    pace = Pace(of.loaded, names)
+    running = pace.begin(0, 1)
+    running.layer, running.stolen_s = len(of.loaded.identity.layout.layers) / 2, stolen
+    alone, seen = prefill_speeds(of.loaded).blocks, pace.speeds(running.since + spent).blocks
+    assert pytest.approx(factor * alone.seconds(0, BLOCK)) == seen.seconds(0, BLOCK)

@@ -11,13 +11,16 @@ from kvcdn.model.load import LoadedModel
 from kvcdn.model.place import device_of
 from kvcdn.model.speed import Pass, PrefillSpeed, PrefillSpeeds, prefill_speeds, remember_passes
 
-_LEAST_PART = 0.1
+_LEAST_PART = 0.25
 """A pass that has done less of its layers says nothing of how long it will take."""
 
 
 @dataclass
 class RunningPass:
-    """A pass over `count` blocks from `first` on, the tokens `start` to `end`: since when, and which layer it has reached."""
+    """A pass over `count` blocks from `first` on, the tokens `start` to `end`: since when, and which layer it has reached.
+
+    `stolen_s` is what a fetch beside it has decoded meanwhile.
+    """
 
     first: int
     count: int
@@ -25,6 +28,7 @@ class RunningPass:
     end: int
     since: float
     layer: int = 0
+    stolen_s: float = 0.0
 
 
 class Pace:
@@ -59,7 +63,7 @@ class Pace:
         if running is not None and self.on_cpu and not passes:
             part = running.layer / len(self._loaded.identity.layout.layers)
             if part >= _LEAST_PART:
-                passes.append(Pass(running.start, running.end, (now - running.since) / part))
+                passes.append(Pass(running.start, running.end, self._alone(now, running, part)))
         if not passes:
             return before
         if before.blocks is None:
@@ -67,6 +71,12 @@ class Pace:
             return PrefillSpeeds(measured, before.prompts or measured, before.rests)
         expected = sum(self._seconds_of(before, one.start, one.end) for one in passes)
         return before.times(sum(one.seconds for one in passes) / expected) if expected else before
+
+    def _alone(self, now: float, running: RunningPass, part: float) -> float:
+        """What the running pass, of which `part` is done, takes without a fetch, which is counted by itself and ends sooner."""
+        spent = now - running.since
+        remembered = self._seconds_of(self._before, running.start, running.end)
+        return max((spent - running.stolen_s) / part, min(spent / part, remembered))
 
     def block_seconds(self, now: float, names: Sequence[BlockName]) -> list[float] | None:
         """What each of the blocks `names` adds to computing them all, less what is done of them; None while unknown."""

@@ -231,13 +231,14 @@ class Race:
         if first == len(fetch.deliveries):  # the last of them has arrived since the decision
             return
         running = self._pace.begin(first, self._blocks_at_once(fetch, first, expected))
+        decoded = fetch.decoding_seconds
         if self._prefill is None:
             layout = self._loaded.identity.layout
             self._prefill = ScheduledPrefill(self._loaded.model, layout, 0, layers=fetch.layers)
         start, end = running.start, running.end
         fetch.computing(first, running.count)
         try:
-            taken = self._prefill.run_one(self._token_ids[start:end], start, partial(self._at_layer, fetch))
+            taken = self._prefill.run_one(self._token_ids[start:end], start, partial(self._at_layer, fetch, decoded))
         except BaseException as error:
             fetch.not_computed(first, running.count)
             if not isinstance(error, PrefillStoppedError):
@@ -266,13 +267,13 @@ class Race:
         alike = next((at for at, one in enumerate(rest) if one.complete or one.lost != rest[0].lost), len(rest))
         return max(1, min(wanted, alike))
 
-    def _at_layer(self, fetch: PrefixFetch, layer: int) -> None:
-        """Between two layers of a pass: goes on, or raises PrefillStoppedError."""
+    def _at_layer(self, fetch: PrefixFetch, decoded: float, layer: int) -> None:
+        """Between two layers of a pass, before which `fetch` had `decoded` so long: goes on, or raises PrefillStoppedError."""
         running = self._pace.running
         if running is None:
             return
         self._heed()
-        running.layer = layer
+        running.layer, running.stolen_s = layer, fetch.decoding_seconds - decoded
         if fetch.is_enough(running.first, running.count):
             raise PrefillStoppedError("the blocks have arrived")
         if time.perf_counter() - self._decided >= TICK_SECONDS and self._decide().mode is not Mode.BOTH:
