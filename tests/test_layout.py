@@ -152,6 +152,21 @@ def test_folders_of_a_room_import_in_order(room: str, path: Path) -> None:
     assert set() == {parts[0] for parts in inside} - below
 
 
+def test_modules_that_architecture_names_are_there() -> None:
+    """A module that was moved is not looked for in its old place."""
+    text = (ROOT / "ARCHITECTURE.md").read_text("utf-8")
+    named = set(re.findall(r"(?<![\w./-])(?:kvcdn\.)?((?:client|edge|origin)(?:\.[a-z_]+)+)", text))
+    assert {"client.planning.race", "edge.answers.app"} <= named
+    missing = [name for name in named if not any(_lies_there(name, parts) for parts in (2, 3))]
+    assert missing == []
+
+
+def _lies_there(name: str, parts: int) -> bool:
+    """Whether the first `parts` parts of a dotted name are a module or a folder."""
+    path = ROOT.joinpath(*name.split(".")[:parts])
+    return len(name.split(".")) >= parts and (path.with_suffix(".py").is_file() or (parts == 3 and path.is_dir()))
+
+
 @pytest.mark.parametrize("path", modules("kvcdn"), ids=lambda path: path.name)
 def test_core_needs_three_libraries(path: Path) -> None:
     """The core imports what its row of the table names, blosc2 inside its codec only, and nothing that talks to a network."""

@@ -2,8 +2,9 @@
 
 Worker threads take turns at the blocks, a step at a time. Usually whole blocks come first, from the left, which are of use
 even if the source dies; then layer 0 of the last quarter, layer 1, and so on, so that the model, which reaches layer i after
-layer i - 1, waits as little as can be. Beside a computation that comes from the left (`client.race`), whole blocks come
-instead, from the right. A layer is ready when all blocks have delivered it; a failure wakes every waiter with the error.
+layer i - 1, waits as little as can be. Beside a computation that comes from the left (`client.planning.race`), whole
+blocks come instead, from the right. A layer is ready when all blocks have delivered it; a failure wakes every waiter with the
+error.
 
 Of a layer with a window only the blocks that reach into the window at the end of the prefix are read: what lies before
 is passed over, and a block of which nothing is read is not asked for.

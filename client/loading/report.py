@@ -86,8 +86,9 @@ class Report:
 
     `tokens_reused` were loaded, `tokens_computed` computed beside them, and the rest of `tokens_total` was prefilled by the
     model itself. `reason` and `detail` are set where less was reused than the prompt offered. `plan` says which way was chosen
-    and why (`client.history.History`). `seconds_saved` is what the model needs here for the whole prompt beyond what it needs
-    behind those tokens, as last measured, less the time spent on having them; None where that speed is not known yet.
+    and why (`client.planning.history.History`). `seconds_saved` is what the model needs here for the
+    whole prompt beyond what it needs behind those tokens, as last measured, less the time spent on
+    having them; None where that speed is not known yet.
     `audit` says which block was recomputed, and what came of it, where one was. `tokens_local` of the reused were mapped from
     this host's local store; `local_refused` says why that could not be looked at. `tokens_kept` of them were in memory already,
     in a `Prefix` or from earlier turns of a `Conversation`. `tokens_coarse` of the reused were lossy, or computed behind such,

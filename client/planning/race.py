@@ -1,6 +1,6 @@
-"""A race: one prefix fetched, computed, or both at once until they meet, as `client.plan` decides and decides again.
+"""A race: one prefix fetched, computed, or both at once until they meet, as `client.planning.plan` decides and decides again.
 
-The thread that calls `run` is the model's: it computes blocks from the left, or waits. Threads of `client.fetch` bring
+The thread that calls `run` is the model's: it computes blocks from the left, or waits. Threads of `client.loading.fetch` bring
 blocks from the right. Both write into the same layers, but never the same rows at once: a block that is computed while it
 is arriving arrives aside, and whoever is first has its rows. A pass of the model can be cut at every layer, so that what
 was begun in vain costs a layer's time and not a block's.

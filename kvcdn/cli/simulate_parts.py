@@ -42,7 +42,7 @@ def make_cache(policy: str, blocks: int, place: str) -> Cache:  # noqa: ARG001 -
 
 
 def plan(offer: Offer, mode: str) -> Planned:
-    """What `client.plan` decides on these numbers."""
+    """What `client.planning.plan` decides on these numbers."""
     work = Work(
         block_s=offer.block_s,
         prompt_s=offer.prompt_s,
