@@ -16,7 +16,7 @@ from kvcdn.errors import UsageError
 BLOCKS = 8
 
 
-def work(fetch_s, compute_s, *, one_pass=1.0, blocks=BLOCKS, lost=(), shared=0.0, decode=1e15):
+def work(fetch_s, compute_s, *, one_pass=1.0, blocks=BLOCKS, lost=(), shared=0.0, decode=1e15, question_s=0.0):
     """Equal blocks that take `fetch_s` and `compute_s` in all; 1 MB each. None is unknown."""
     return Work(
         block_s=None if compute_s is None else [compute_s / blocks] * blocks,
@@ -25,6 +25,7 @@ def work(fetch_s, compute_s, *, one_pass=1.0, blocks=BLOCKS, lost=(), shared=0.0
         link=None if fetch_s is None else (blocks * 1e6 / fetch_s if fetch_s else 1e15),
         decode=decode,
         shared=shared,
+        question_s=question_s,
     )
 
 
@@ -63,10 +64,10 @@ def test_no_option_beats_the_chosen_one_by_much(fetch_s, compute_s, one_pass, bl
 @settings(deadline=None)
 @given(st.floats(0.01, 1000), st.floats(0.01, 1000), st.integers(1, 40), st.data())
 def test_both_never_takes_longer_than_its_parts_and_meets_where_it_says(fetch_s, compute_s, blocks, data):
-    """The meeting point is the best of all, found by trying every one; lost blocks are computed."""
+    """The meeting point is the best of all, found by trying every one, also at the front; lost blocks are computed."""
     lost = data.draw(st.sets(st.integers(0, blocks - 1), max_size=3))
     expected = expect(work(fetch_s, compute_s, blocks=blocks, lost=lost))
-    meetings = range(max(lost, default=0) + 1, blocks + 1)
+    meetings = range(max(lost) + 1 if lost else 0, blocks + 1)
     tried = {count: max(count * compute_s / blocks, (blocks - count) * fetch_s / blocks) for count in meetings}
     assert expected.both == pytest.approx(min(tried.values()))
     assert tried[expected.computed_blocks] == pytest.approx(expected.both)
@@ -87,6 +88,22 @@ def test_both_never_takes_longer_than_its_parts_and_meets_where_it_says(fetch_s,
 def test_the_unknown_is_tried_for_a_moment(fetch_s, compute_s, spent, mode):
     """An unknown link is tried for a part of the prefill, an unknown model is measured beside fetching."""
     assert mode is decide(work(fetch_s, compute_s), Aim(), Progress(spent_s=spent)).mode
+
+
+@pytest.mark.parametrize(("decode", "mode"), [(1e15, Mode.FETCH), (1e7, Mode.BOTH)])
+def test_the_question_is_read_while_the_link_brings_the_rest(decode, mode):
+    """Behind a meeting it begins only then; and beside threads that decode all the time, it gains nothing."""
+    found = work(0.4, 1.0, question_s=0.2, decode=decode)
+    expected = expect(found)
+    assert expected.fetch == pytest.approx(0.2 if mode is Mode.FETCH else 0.8)
+    assert mode is decide(found, Aim(), Progress()).mode
+
+
+@pytest.mark.parametrize("shared", [0.0, 2.0])
+def test_everything_may_arrive_before_a_pass_is_done(shared):
+    """A pass over all blocks runs: it is ended when all has come, later where both need the processor."""
+    running = Work([9.0, 0.0, 0.0, 0.0], 9.0, [1e6] * 4, 1e6, 1e6, shared=shared)
+    assert (8.0 if shared else 4.0, 0) == (expect(running).both, expect(running).computed_blocks)
 
 
 @settings(deadline=None)
@@ -128,9 +145,14 @@ def test_a_source_that_fails_is_not_waited_for_and_not_given_up():
 
 
 def test_a_pass_that_is_far_on_is_not_given_up_for_a_promise():
-    """A link that turns out a little faster is no reason to throw computing away; one that is much faster is."""
-    for fetch_s, at_stake, mode in ((0.7, 0.0, Mode.FETCH), (0.7, 0.5, Mode.BOTH), (0.2, 0.5, Mode.FETCH)):
-        found = Work([1.0, 0.0, 1.0, 1.0], 3.0, [1e6] * 4, 4e6 / fetch_s, 1e9)
+    """A link that turns out a little faster is no reason to throw computing away; where the pass takes from decoding, it is."""
+    for fetch_s, at_stake, decode, mode in (
+        (0.7, 0.0, 1e9, Mode.FETCH),
+        (0.7, 0.5, 1e9, Mode.BOTH),
+        (0.2, 0.5, 2e7, Mode.BOTH),
+        (0.2, 0.1, 2e7, Mode.FETCH),
+    ):
+        found = Work([1.0, 0.0, 1.0, 1.0], 3.0, [1e6] * 4, 4e6 / fetch_s, decode, shared=2.0)
         assert mode is decide(found, Aim(), Progress(running=Mode.BOTH, at_stake_s=at_stake)).mode
 
 

@@ -32,7 +32,7 @@ def test_what_remains_is_no_more_than_the_whole(end, start, length):
 
 
 def test_sorts_of_passes_are_remembered_apart(tiny_llama):
-    """A rest is known from blocks until one was measured; what is too short to tell is not remembered."""
+    """A rest is known from blocks until one was measured; what is too short to tell says nothing of it."""
     loaded = load_model(str(tiny_llama))
     assert prefill_speeds(loaded) == PrefillSpeeds(None, None, None)
     remember_passes(loaded, [Pass(0, 100, 1.0), Pass(100, 200, 2.0), Pass(200, 300, 3.0)])
@@ -45,6 +45,18 @@ def test_sorts_of_passes_are_remembered_apart(tiny_llama):
     remember_prefill(loaded, 400, 9.0, behind=100)
     found = prefill_speeds(loaded)
     assert (2.0, 9.0, True) == (found.rest(0, 400), pytest.approx(found.rest(100, 400)), found.anew(100, 400))
+
+
+def test_a_few_tokens_take_as_long_as_the_weights_do(tiny_llama):
+    """What a pass over a few tokens took is the least that any takes behind a prefix."""
+    loaded = load_model(str(tiny_llama))
+    remember_passes(loaded, [Pass(0, 100, 1.0), Pass(100, 200, 2.0)])
+    assert prefill_speeds(loaded).rest(200, 210) == pytest.approx(0.2)
+    for seconds in (0.9, 0.7, 0.5):
+        remember_prefill(loaded, 210, seconds, behind=200 - int(10 * seconds))
+    found = prefill_speeds(loaded)
+    assert (0.7, 0.7) == (found.rest(200, 201), found.rest(200, 210))
+    assert found.rest(100, 200) == pytest.approx(2.0)
 
 
 def test_a_disturbed_pass_hardly_counts_and_a_fast_one_does(tiny_llama):

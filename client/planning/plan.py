@@ -34,6 +34,9 @@ TURN = 0.8
 STAKE = 0.5
 """What fetching alone must save besides, as a part of the computing that it would throw away: links promise much."""
 
+LINK_BOUND = 0.4
+"""Of what the threads can decode: a link that brings less leaves the cores to the model, which then starts while it brings."""
+
 WORTHLESS = 0.85
 """Fetching beside computing must bring the time below this part of it: it takes from the pass, and hangs on the link's word."""
 
@@ -120,7 +123,9 @@ class Work:
     own pass over all of them: None while unknown. `wire_bytes` are what is still to come of each: 0 for what is there,
     infinite for what will not come. `link` is in bytes per second and None while unknown, `decode` likewise what the
     fetching threads can verify and decode. `shared` is how many times that time of all cores the model loses to decoding.
-    `either` is set where nothing can be computed beside a fetch: all is fetched, or all is computed.
+    `question_s` is the model's pass over what follows the prefix, which begins layer by layer while the link brings the rest,
+    but behind a meeting only once all is there. `either` is set where nothing can be computed beside a fetch: all is
+    fetched, or all is computed.
     """
 
     block_s: Sequence[float] | None
@@ -130,12 +135,22 @@ class Work:
     decode: float
     latency_s: float = 0.0
     shared: float = 0.0
+    question_s: float = 0.0
     either: bool = False
+
+    @property
+    def hidden_s(self) -> float:
+        """Of the question's pass, what a fetch hides: nothing where decoding takes the cores that it needs."""
+        waiting = self.link is not None and self.link < LINK_BOUND * self.decode
+        return self.question_s if waiting else 0.0
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Seconds until the prefix is there, by option: None while unknown, infinite where it will not end."""
+    """Seconds by option until the question can begin: None while unknown, infinite where it will not end.
+
+    `fetch` is less by what the question's pass does meanwhile.
+    """
 
     fetch: float | None
     compute: float | None
@@ -178,7 +193,7 @@ def expect(work: Work) -> Expected:
     coming = sum(work.wire_bytes)
     fetch = 0.0 if not coming else math.inf if math.isinf(coming) else None
     if fetch is None and rate is not None:
-        fetch = work.latency_s + coming / rate if rate > 0 else math.inf
+        fetch = max(work.latency_s + coming / rate - work.hidden_s, 0.0) if rate > 0 else math.inf
     both, computed = _meeting(work, rate)
     return Expected(fetch, work.prompt_s, both, computed)
 
@@ -187,7 +202,8 @@ def _meeting(work: Work, rate: float | None) -> tuple[float | None, int]:
     """Where computing from the left and fetching from the right meet: seconds until then, and blocks computed."""
     if work.block_s is None or rate is None or work.either:
         return None, 0
-    best, computed = math.inf, 0
+    # A pass is ended by everything having arrived, be it later for what it takes from decoding.
+    best, computed = _all_arriving(work), 0
     left, sizes = 0.0, [size if math.isfinite(size) else 0.0 for size in work.wire_bytes]
     lost = max((index + 1 for index, size in enumerate(work.wire_bytes) if math.isinf(size)), default=0)
     for count, seconds in enumerate(work.block_s, start=1):
@@ -202,12 +218,18 @@ def _meeting(work: Work, rate: float | None) -> tuple[float | None, int]:
     return best, computed
 
 
+def _all_arriving(work: Work) -> float:
+    """Seconds until all is fetched beside a computation that takes its share of the cores."""
+    rate = min(work.link or 0.0, work.decode / 2 if work.shared else work.decode)
+    return work.latency_s + sum(work.wire_bytes) / rate if rate > 0 else math.inf
+
+
 def decide(work: Work, aim: Aim, progress: Progress) -> Decision:
     """What to do from now on. Call it again whenever the numbers have changed."""
     expected = expect(work)
     if aim.mode is not None:
         return Decision(aim.mode, expected, f"{aim.mode} was asked for")
-    if expected.fetch == 0:
+    if not any(work.wire_bytes):
         return Decision(Mode.FETCH, expected, "everything is there")
     if aim.prefer == "cheapest" and aim.prices is not None:
         found = _cheapest(work, expected, aim, aim.prices, progress)
@@ -222,7 +244,8 @@ def _fastest(expected: Expected, progress: Progress) -> Decision:
     if fetch is None or compute is None or both is None:
         return _trying(expected, progress)
     # Fetching is as good as both, or so short that its failure would cost little; turning back to it loses a pass.
-    turn = {Mode.FETCH: NEAR / TURN, Mode.BOTH: TURN}.get(progress.running or Mode.COMPUTE, NEAR)
+    between = TURN if progress.at_stake_s else 1.0
+    turn = {Mode.FETCH: NEAR / TURN, Mode.BOTH: between}.get(progress.running or Mode.COMPUTE, NEAR)
     limit = SAFE_SHARE * compute * {Mode.FETCH: 1 / TURN, Mode.BOTH: 0.0}.get(progress.running or Mode.COMPUTE, 1.0)
     # What was computed is kept against a fetch that only promises.
     worth_turning = fetch + STAKE * progress.at_stake_s <= turn * min(both, compute)

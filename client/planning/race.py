@@ -38,9 +38,6 @@ _DEAD_LINK_TOKENS = 1024
 """Computed in one pass behind a prefix while nothing comes. Of SmolLM2-135M's 3,774 tokens, those from 1,024 on take 8 % less
 time so than in blocks of 512, and 18 % less than in one pass, in which each token is compared with all."""
 
-_UNKNOWN_SHARE = 0.75
-"""Of the blocks, that the first pass takes while nothing is known of the link."""
-
 
 class ReplannedError(KvcdnError):
     """The model waits for a layer that had better not be waited for."""
@@ -116,7 +113,8 @@ class Race:
         first = fetch.usable() if fetch is not None else 0 if self._held is None else len(self._held.blocks)
         names = self._blocks[first:]
         block_s = self._pace.block_seconds(now, names)
-        prompt_s = self._pace.speeds(now).remaining(names[0].start, self._length, len(self._token_ids)) if names else 0.0
+        speeds, tokens = self._pace.speeds(now), len(self._token_ids)
+        prompt_s = speeds.remaining(names[0].start, self._length, tokens) if names else 0.0
         if fetch is None:
             wire: list[float] = self._costs.expected_bytes(self._blocks, self._length)[first:]
         else:
@@ -126,7 +124,8 @@ class Race:
         shared = float(min(torch.get_num_threads(), os.cpu_count() or 1)) if self._pace.on_cpu else 0.0
         rate = self._rate(now, PROBE_SHARE * (prompt_s or 0.0))
         decode, latency = self._costs.decoding_rate(fetch), self._link.latency_s or 0.0
-        return Work(block_s, prompt_s, wire, rate, decode, latency, shared, self._either)
+        question_s = speeds.rest(self._length, tokens) or 0.0
+        return Work(block_s, prompt_s, wire, rate, decode, latency, shared, question_s, self._either)
 
     def _rate(self, now: float, grace_s: float) -> float | None:
         """Bytes per second of the link: of late, or as remembered as long as what has not come does not speak against it."""
@@ -255,13 +254,13 @@ class Race:
         """One, but from the first token on all up to where fetching is expected to meet: libraries have a fast way for that.
 
         Behind a prefix, up to _DEAD_LINK_TOKENS where nothing will come that could be met. Not together with what will not come
-        what may come meanwhile. While nothing is known of the link, most of them: what is slow to answer is rarely fast.
+        what may come meanwhile. While nothing is known of the link, all of them: what comes sooner ends it.
         """
         rest = fetch.deliveries[first:]
         if first:
             wanted = _DEAD_LINK_TOKENS // self._loaded.identity.layout.block_tokens if expected.fetch == math.inf else 1
         elif expected.both is None:
-            wanted = math.ceil(len(rest) * _UNKNOWN_SHARE)
+            wanted = len(rest)
         else:
             wanted = expected.computed_blocks
         alike = next((at for at, one in enumerate(rest) if one.complete or one.lost != rest[0].lost), len(rest))

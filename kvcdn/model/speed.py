@@ -4,12 +4,14 @@ A token costs more the more tokens are before it, since it attends to all of the
 over its position. Three sorts of passes are kept apart: over blocks (the publisher's schedule), over a whole prompt (the
 model's own prefill), which is faster on many machines, and over the rest of a prompt behind a prefix. Of the last, each
 token is compared with all up to the last and most of it masked, as libraries skip what is masked only in a pass from the
-first token on: reading the last 3,262 of 3,774 tokens can take 1.4 times as long as reading all.
+first token on: reading the last 3,262 of 3,774 tokens can take 1.4 times as long as reading all. A pass over a few tokens
+takes as long as reading the weights does, however few they are: those are kept apart, too.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
@@ -21,10 +23,10 @@ from kvcdn.model.load import LoadedModel
 from kvcdn.model.place import device_of
 from kvcdn.model.remembered import Remembered
 
-Sort = Literal["blocks", "prompts", "rests"]
+Sort = Literal["blocks", "prompts", "rests", "short"]
 
 _LEAST_TOKENS = 64
-"""Shorter passes measure overhead, not speed; also the shortest whole block (FORMAT.md 2.4)."""
+"""Shorter passes, the sort `short`, measure overhead, not speed; also the shortest whole block (FORMAT.md 2.4)."""
 
 _KEPT_PASSES = 48
 """Measurements kept of each sort, the oldest go: enough positions for a line."""
@@ -106,17 +108,19 @@ class PrefillSpeeds:
     """Of the position of a pass's last token."""
 
     rests_measured: bool = False
+    short_s: float = 0.0
+    """Seconds of a pass over a few tokens behind a prefix, which is the least that one takes; 0 until it was measured."""
 
     def times(self, factor: float) -> Self:
         """The same lines, `factor` times slower."""
         blocks, prompts, rests = (line and line.times(factor) for line in (self.blocks, self.prompts, self.rests))
-        return type(self)(blocks, prompts, rests, self.rests_measured)
+        return type(self)(blocks, prompts, rests, self.rests_measured, self.short_s * factor)
 
     def rest(self, start: int, end: int) -> float | None:
         """Seconds of a pass over the tokens `start` to `end` behind those before."""
         if self.rests is None or not start:
             return None if self.prompts is None else self.prompts.seconds(start, end)
-        return (self.rests.base + self.rests.slope * end) * (end - start)
+        return max((self.rests.base + self.rests.slope * end) * (end - start), self.short_s)
 
     def anew(self, start: int, end: int) -> bool:
         """Whether a pass over all `end` tokens is faster than one behind the first `start` of them."""
@@ -134,7 +138,7 @@ class PrefillSpeeds:
 
 def remember_passes(loaded: LoadedModel, passes: Iterable[Pass], *, sort: Sort = "blocks") -> None:
     """Records what `loaded` needed here for passes of a sort. Never raises: it is a convenience."""
-    counted = [one for one in passes if one.end - one.start >= _LEAST_TOKENS and one.seconds > 0]
+    counted = [one for one in passes if (one.end - one.start < _LEAST_TOKENS) == (sort == "short") and one.seconds > 0]
     if not counted:
         return
     memory = Remembered("prefill-passes")
@@ -150,7 +154,8 @@ def remember_passes(loaded: LoadedModel, passes: Iterable[Pass], *, sort: Sort =
 
 def remember_prefill(loaded: LoadedModel, tokens: int, seconds: float, *, behind: int = 0) -> None:
     """Records that `loaded` read a prompt of `tokens` tokens here in one pass in `seconds`, but for the first `behind`."""
-    remember_passes(loaded, [Pass(behind, tokens, seconds)], sort="rests" if behind else "prompts")
+    sort: Sort = "prompts" if not behind else "short" if tokens - behind < _LEAST_TOKENS else "rests"
+    remember_passes(loaded, [Pass(behind, tokens, seconds)], sort=sort)
 
 
 def prefill_speeds(loaded: LoadedModel) -> PrefillSpeeds:
@@ -163,6 +168,7 @@ def prefill_speeds(loaded: LoadedModel) -> PrefillSpeeds:
         whole,
         PrefillSpeed.fit(rests or [one for one in blocks if one.start], at_end=True) or (whole and whole.times(_REST)),
         bool(rests),
+        statistics.median(one.seconds for one in found["short"]) if found["short"] else 0.0,
     )
 
 
@@ -175,7 +181,7 @@ def prefill_speed_of(tag: ModelTag, dtype: torch.dtype, device: str = "cpu") -> 
 def _remembered(key: str) -> dict[Sort, list[Pass]]:
     entry = Remembered("prefill-passes").get(key)
     entry = entry if isinstance(entry, dict) else {}
-    sorts: tuple[Sort, ...] = ("blocks", "prompts", "rests")
+    sorts: tuple[Sort, ...] = ("blocks", "prompts", "rests", "short")
     return {sort: _read(entry.get(sort)) for sort in sorts}
 
 
