@@ -16,7 +16,7 @@ from kvcdn.errors import UsageError
 BLOCKS = 8
 
 
-def work(fetch_s, compute_s, *, one_pass=1.0, blocks=BLOCKS, lost=(), shared=0.0, decode=1e15, question_s=0.0):
+def work(fetch_s, compute_s, *, one_pass=1.0, blocks=BLOCKS, lost=(), shared=0.0, decode=1e15, question_s=0.0):  # noqa: PLR0913 - by name
     """Equal blocks that take `fetch_s` and `compute_s` in all; 1 MB each. None is unknown."""
     return Work(
         block_s=None if compute_s is None else [compute_s / blocks] * blocks,
