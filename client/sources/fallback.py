@@ -9,14 +9,14 @@ from typing import TypeVar
 from kvcdn.client.network.link import LinkEstimate
 from kvcdn.client.network.patience import StoppedError
 from kvcdn.client.network.tally import Tally
-from kvcdn.client.sources.source import RANGE_BYTES, ObjectReader, Session, Source
+from kvcdn.client.sources.source import RANGE_BYTES, ObjectReader, OpenSource, Session, Source
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import UnavailableError
 
 _Found = TypeVar("_Found")
 
 
-class FallbackSource:
+class FallbackSource(OpenSource):
     """Objects from `edges`, and from `origin` where these are not available. What an edge says is missing is missing."""
 
     def __init__(self, edges: Source, origin: Source) -> None:
@@ -25,15 +25,6 @@ class FallbackSource:
 
     def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:
         return _FallbackSession(self.url, self._edges.session(limit_s, tally), self._origin.session(limit_s, tally))
-
-    def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
-        return self.session().match(tag, addresses)
-
-    def open(self, key: str, *, ranged: bool) -> ObjectReader:
-        return self.session().open(key, ranged=ranged)
-
-    def read(self, key: str, limit: int) -> bytes:
-        return self.session().read(key, limit)
 
     def link(self) -> LinkEstimate:
         """Of the edges; of the origin while nothing is known of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -77,6 +78,23 @@ class Session(Source, Protocol):
 
     def abort(self) -> None:
         """From any thread: whatever waits for this prompt, and every later call, raises UnavailableError at once."""
+
+
+class OpenSource(ABC):
+    """A source, of which each call that is not of a prompt is a session of its own."""
+
+    @abstractmethod
+    def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:
+        """As of every source."""
+
+    def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
+        return self.session().match(tag, addresses)
+
+    def open(self, key: str, *, ranged: bool) -> ObjectReader:
+        return self.session().open(key, ranged=ranged)
+
+    def read(self, key: str, limit: int) -> bytes:
+        return self.session().read(key, limit)
 
 
 def probe_lead(keys: Sequence[str], exists: Callable[[str], bool]) -> int:

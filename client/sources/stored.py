@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from kvcdn.client.network.link import LinkEstimate, LinkMeter
 from kvcdn.client.network.patience import STOPPED, Patience, StoppedError
 from kvcdn.client.network.tally import Tally
-from kvcdn.client.sources.source import RANGE_BYTES, ObjectReader, Session, probe_lead
+from kvcdn.client.sources.source import RANGE_BYTES, OpenSource, Session, probe_lead
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import CorruptError, KvcdnError, UnavailableError
 from kvcdn.keys import block_key
@@ -33,7 +33,7 @@ CLOSE_SECONDS = 0.05
 """How long a reader waits for its thread's end, which is at once unless the store is silent."""
 
 
-class StoreSource:
+class StoreSource(OpenSource):
     """Objects straight from a BlobStore: a folder, a bucket."""
 
     def __init__(self, store: BlobStore) -> None:
@@ -46,15 +46,6 @@ class StoreSource:
 
     def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:
         return _StoreSession(self._store, self._meter, Patience.of_prompt(limit_s, tally=tally))
-
-    def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
-        return self.session().match(tag, addresses)
-
-    def open(self, key: str, *, ranged: bool) -> ObjectReader:
-        return self.session().open(key, ranged=ranged)
-
-    def read(self, key: str, limit: int) -> bytes:
-        return self.session().read(key, limit)
 
     def link(self) -> LinkEstimate:
         return self._meter.estimate()

@@ -23,7 +23,7 @@ from kvcdn.client.network.tally import Tally
 from kvcdn.client.network.tries import Tries
 from kvcdn.client.network.wire import BrokenError
 from kvcdn.client.sources.readers import RangedReader, StreamReader
-from kvcdn.client.sources.source import RANGE_BYTES, ObjectReader, Session, Source, probe_lead
+from kvcdn.client.sources.source import RANGE_BYTES, ObjectReader, OpenSource, Session, Source, probe_lead
 from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.sources.transfer import Identity, Transfer
 from kvcdn.digest import Digest, ModelTag
@@ -40,7 +40,7 @@ MATCH_REPLY_BYTES = 1 << 20
 _Found = TypeVar("_Found")
 
 
-class EdgesSource:
+class EdgesSource(OpenSource):
     """Objects from several kvcdn edges, or other web servers over the same keys; the nearest that is well is asked first."""
 
     def __init__(
@@ -56,15 +56,6 @@ class EdgesSource:
 
     def session(self, limit_s: float | None = None, tally: Tally | None = None) -> Session:
         return _EdgeSession(self._group, Patience.of_prompt(limit_s, stall_s=self._stall_seconds, tally=tally))
-
-    def match(self, tag: ModelTag, addresses: Sequence[Digest]) -> int:
-        return self.session().match(tag, addresses)
-
-    def open(self, key: str, *, ranged: bool) -> ObjectReader:
-        return self.session().open(key, ranged=ranged)
-
-    def read(self, key: str, limit: int) -> bytes:
-        return self.session().read(key, limit)
 
     def link(self) -> LinkEstimate:
         return self._group.link()
