@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcdn.cli.options import AsJson
+from kvcdn.cli.options import AsJson, Model
 from kvcdn.cli.output import link, note, print_json, print_table, print_text, size
 from kvcdn.cli.rig import QUESTION, running_rig
 
@@ -18,7 +18,7 @@ _ANSWER_TOKENS = 24
 
 
 def demo(
-    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     document: Annotated[Path | None, typer.Option(help="A text file; by default one found on this machine.")] = None,
     tokens: Annotated[int, typer.Option(min=16, help="Length of the document.")] = 1500,
     *,

@@ -71,6 +71,8 @@ UsageFile = Annotated[
     Path | None,
     typer.Option("--usage", envvar="KVCDN_USAGE", help="Ledger, a SQLite file, to count in (kvcdn usage); made if need be."),
 ]
+Measured = Annotated[Path | None, typer.Option("--document", help="A text file; by default one found on this machine.")]
+Runs = Annotated[int, typer.Option(min=1, help="Counted runs of each kind; 5 or more for a median to quote.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

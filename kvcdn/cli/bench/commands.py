@@ -10,12 +10,11 @@ import typer
 from kvcdn.cli.bench.comparison import against
 from kvcdn.cli.bench.machine import machine
 from kvcdn.cli.bench.reporting import report, run_all
-from kvcdn.cli.options import AsJson, Device
+from kvcdn.cli.options import AsJson, Device, Measured, Model, Runs
 from kvcdn.cli.output import note, print_json, print_table, print_text, size
 from kvcdn.errors import UsageError
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
-
 
 app.command()(against)
 app.command("all")(run_all)
@@ -30,9 +29,9 @@ def _bench() -> None:
 @app.command()
 def ttft(
     tokens: Annotated[int, typer.Option(min=16, help="Length of the document.")] = 3774,
-    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
-    document: Annotated[Path | None, typer.Option(help="A text file; by default one found on this machine.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Counted runs of each kind; 5 or more for a median to quote.")] = 5,
+    model: Model = "smollm2-135m",
+    document: Measured = None,
+    runs: Runs = 5,
     device: Device = "cpu",
     *,
     as_json: AsJson = False,
@@ -65,9 +64,9 @@ def ttft(
 @app.command()
 def publish(
     tokens: Annotated[int, typer.Option(min=64, help="Length of the document.")] = 2048,
-    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
-    document: Annotated[Path | None, typer.Option(help="A text file; by default one found on this machine.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Counted runs of each kind; 5 or more for a median to quote.")] = 5,
+    model: Model = "smollm2-135m",
+    document: Measured = None,
+    runs: Runs = 5,
     device: Device = "cpu",
     *,
     as_json: AsJson = False,
@@ -97,7 +96,7 @@ def workers(
     tokens: Annotated[int, typer.Option(min=16, help="Length of each.")] = 1024,
     workers: Annotated[int, typer.Option(min=2, help="Workers of one thread, beside one worker of one thread.")] = 2,
     executor: Annotated[str, typer.Option(help="What runs them: processes or ray.")] = "ray",
-    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each, alternating.")] = 3,
     *,
     as_json: AsJson = False,
@@ -184,7 +183,7 @@ def restart(
 @app.command()
 def decode(
     tokens: Annotated[str, typer.Option(help="Lengths of the cache, in tokens.")] = "1024,4096",
-    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     steps: Annotated[int, typer.Option(min=1, help="Decoded tokens counted of each kind.")] = 40,
     device: Device = "cpu",
     *,
@@ -213,8 +212,8 @@ def decode(
 @app.command()
 def crossover(
     tokens: Annotated[int, typer.Option(min=16, help="Length of the document.")] = 3774,
-    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
-    document: Annotated[Path | None, typer.Option(help="A text file; by default one found on this machine.")] = None,
+    model: Model = "smollm2-135m",
+    document: Measured = None,
     mbit: Annotated[str, typer.Option(help="Links in Mbit/s, such as 1,10,100; by default around the crossover.")] = "",
     runs: Annotated[int, typer.Option(min=1, help="Rounds on each link; each prefills once.")] = 3,
     latency: Annotated[float, typer.Option(min=0, max=2, help="Seconds that each request takes besides.")] = 0.0,
@@ -267,7 +266,7 @@ def crossover(
 
 @app.command()
 def codec(
-    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     document: Annotated[
         list[Path] | None, typer.Option(help="A text file, also several times; by default a text, code and a table.")
     ] = None,

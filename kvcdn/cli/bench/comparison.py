@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvcdn.cli.options import AsJson, Device
+from kvcdn.cli.options import AsJson, Device, Measured, Model, Runs
 from kvcdn.cli.output import note, print_json, print_table, print_text, size
 
 COUNTED = ("trials", "wrong", "unnoticed", "recovered", "refused")
@@ -17,9 +16,9 @@ CHECKED = ("key", "integrity", "authenticity", "model", "confidentiality")
 
 def against(
     tokens: Annotated[int, typer.Option(min=16, help="Length of the document.")] = 3774,
-    model: Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub id or alias.")] = "smollm2-135m",
-    document: Annotated[Path | None, typer.Option(help="A text file; by default one found on this machine.")] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Counted runs of each way; 5 or more for a median to quote.")] = 5,
+    model: Model = "smollm2-135m",
+    document: Measured = None,
+    runs: Runs = 5,
     precision: Annotated[str, typer.Option(help="Precisions to publish in, with commas.")] = "native,int8,tc-medium",
     fault_tokens: Annotated[int, typer.Option(min=0, help="Length of the documents that faults happen to; 0 for none.")] = 1024,
     device: Device = "cpu",
