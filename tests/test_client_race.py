@@ -298,6 +298,41 @@ def test_a_link_that_turns_out_fast_ends_computing_within_a_layer(published):
     assert [one["mode"] for one in prepared.report.plan["switches"]] == ["fetch"]
 
 
+def _arrived(blocks, link):
+    """Whether `blocks` have; as long as they have not, `link` lets 1 KiB through."""
+    link.let_through(0 if all(one.arrived for one in blocks) else 1024)
+    return all(one.arrived for one in blocks)
+
+
+def test_what_has_arrived_is_not_computed_for_a_link_that_died_since(published, monkeypatch):
+    """All blocks but the first two come while a pass over all runs, and then nothing: it ends for one over these."""
+    of, fetches, decisions = published("llama"), [], []
+    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
+    remember_passes(of.loaded, [Pass(name.start, name.end, name.tokens * 0.01) for name in names])
+    link = SlowLink(of.store)
+    link.hold()
+
+    class Noted(PrefixFetch):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            fetches.append(self)
+
+    def scripted(work, aim, progress):
+        decisions.append(decide(work, aim, progress))
+        if len(decisions) == 3:  # of the pass's first layer; those before are of its beginning
+            until(partial(_arrived, fetches[0].deliveries[2:], link))
+        return Decision(Mode.BOTH, decisions[-1].expected, "scripted")
+
+    monkeypatch.setattr(race, "TICK_SECONDS", 0.0)
+    monkeypatch.setattr(race, "PrefixFetch", Noted)
+    monkeypatch.setattr(race, "decide", scripted)
+    with of.client(link, mode="auto") as client:
+        prepared = client.prepare(asked(of))
+    assert TOKENS == assert_same_bits(of, prepared)
+    # The second may have come with the last bytes of the third.
+    assert prepared.report.plan["passes"] in ([[0, BLOCK]], [[0, 2 * BLOCK]])
+
+
 def test_a_corrupt_block_in_the_middle_is_computed_where_it_is_missing(published, monkeypatch):
     """What came before it is used; what is behind it comes from whoever is faster."""
     # One thread reads from the left: what comes before is here when the damage is found, and is not computed meanwhile.
@@ -452,3 +487,15 @@ def test_what_a_fetch_takes_from_a_pass_is_not_its_pace(published, spent, stolen
     running.layer, running.stolen_s = len(of.loaded.identity.layout.layers) / 2, stolen
     alone, seen = prefill_speeds(of.loaded).blocks, pace.speeds(running.since + spent).blocks
     assert pytest.approx(factor * alone.seconds(0, BLOCK)) == seen.seconds(0, BLOCK)
+
+
+@pytest.mark.parametrize(("done", "count", "sooner"), [(0.0, 3, True), (0.0, 4, False), (0.5, 1, True), (0.5, 2, False)])
+def test_a_shorter_pass_is_sooner_over_while_the_long_one_is_not_far_on(published, done, count, sooner):
+    """Of a pass over four blocks and a third, of whose layers a part is done, some blocks had better be computed alone."""
+    of = published("llama")
+    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
+    remember_passes(of.loaded, [Pass(name.start, name.end, 0.01 * name.tokens) for name in names])
+    pace = Pace(of.loaded, names)
+    running = pace.begin(0, 5)
+    running.layer = done * len(of.loaded.identity.layout.layers)
+    assert sooner is pace.sooner_over(running.since + 1.0, count)

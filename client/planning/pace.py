@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcdn.client.planning.plan import TURN
 from kvcdn.keys import BlockName
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.place import device_of
@@ -77,6 +78,14 @@ class Pace:
         spent = now - running.since
         remembered = self._seconds_of(self._before, running.start, running.end)
         return max((spent - running.stolen_s) / part, min(spent / part, remembered))
+
+    def sooner_over(self, now: float, count: int) -> bool:
+        """Whether a pass over only the first `count` blocks of the running one, begun now, would be over sooner by far."""
+        running, speeds = self.running, self.speeds(now)
+        if running is None:
+            return False
+        anew = self._seconds_of(speeds, running.start, self._blocks[running.first + count - 1].end)
+        return anew <= TURN * self._left(now, self._seconds_of(speeds, running.start, running.end), running)
 
     def block_seconds(self, now: float, names: Sequence[BlockName]) -> list[float] | None:
         """What each of the blocks `names` adds to computing them all, less what is done of them; None while unknown."""

@@ -275,8 +275,15 @@ class Race:
         running.layer, running.stolen_s = layer, fetch.decoding_seconds - decoded
         if fetch.is_enough(running.first, running.count):
             raise PrefillStoppedError("the blocks have arrived")
-        if time.perf_counter() - self._decided >= TICK_SECONDS and self._decide().mode is not Mode.BOTH:
+        now = time.perf_counter()
+        if now - self._decided < TICK_SECONDS:
+            return
+        if self._decide().mode is not Mode.BOTH:
             raise PrefillStoppedError("the plan has changed")
+        ours = fetch.deliveries[running.first : running.first + running.count]
+        missing = max((count for count, one in enumerate(ours, start=1) if not one.arrived), default=0)
+        if 0 < missing < running.count and self._pace.sooner_over(now, missing):
+            raise PrefillStoppedError("the last of the blocks have arrived")
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
