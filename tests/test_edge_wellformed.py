@@ -102,6 +102,14 @@ def test_transfer_codings_that_nobody_here_knows_are_refused(edge: RunningEdge, 
     assert b"501" == _refused(edge, head)
 
 
+@pytest.mark.parametrize("more", [b"", b"Connection: keep-alive\r\n", b"Content-Length: 5\r\nConnection: keep-alive\r\n"])
+@pytest.mark.parametrize("line", [b"POST /v1/match", b"GET /healthz"])
+def test_a_transfer_coding_of_http_1_0_is_refused(edge: RunningEdge, line: bytes, more: bytes) -> None:
+    """It has none (RFC 9112 section 6.1): the framing is not to be trusted, and the connection ends."""
+    head = line + b" HTTP/1.0\r\n" + HOST + b"Transfer-Encoding: chunked\r\n" + more + b"\r\n0\r\n\r\n"
+    assert b"400" == _refused(edge, head)
+
+
 @pytest.mark.parametrize(
     "framing",
     [

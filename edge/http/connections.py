@@ -17,7 +17,7 @@ class Connection(RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Takes what a client sent, head by head: the parser forgets what it is given together with an `Upgrade` to ignore."""
         end = data.find(_HEAD_END) + len(_HEAD_END)
-        while len(_HEAD_END) <= end < len(data):
+        while len(_HEAD_END) <= end < len(data) and len(self._messages) < self._max_msg_queue_size:
             self._take(data[:end])
             data = data[end:]
             end = data.find(_HEAD_END) + len(_HEAD_END)
