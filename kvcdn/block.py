@@ -6,6 +6,7 @@ segments it wants. An edge, which holds no keys, calls `SegmentVerifier` with th
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -185,25 +186,28 @@ def seal_block(  # noqa: PLR0913 - by name
     *,
     coarse: Digest | None = None,
     each: Callable[..., Iterable[Any]] = map,
+    memory: Callable[[int], Buffer] = bytearray,
 ) -> list[Buffer]:
     """A block's bytes in pieces, envelope first; `layers[i][j]` are the raw bytes of tensor j of layer i (FORMAT.md 2.3).
 
     Raw bytes are stored losslessly, whatever the precision; what is encoded already is stored as it is. A lossy precision has
     a certificate, a refinement the etag of the `coarse` block.
     States come last, in a block that ends at a checkpoint. `each` is `map`, or one that works at several layers at once.
+    The pieces lie in what `memory` gives: a publisher's from the block before, as new memory costs more.
     """
     salt = Digest(os.urandom(Digest.SIZE))
     keys = ObjectKeys(name.content_key, salt)
     checkpoint = model.layout.is_checkpoint(name.index, name.tokens)
 
-    def seal(layer: tuple[int, tuple[LayerSpec, Sequence[Buffer | Encoded]]]) -> tuple[Segment, Buffer]:
-        number, (spec, raw) = layer
-        return _seal_segment(keys, name, _Place(number, spec.kind), spec.parts(checkpoint=checkpoint), raw)
+    def seal(layer: tuple[int, tuple[LayerSpec, Sequence[Buffer | Encoded], memoryview]]) -> tuple[Segment, memoryview]:
+        number, (spec, raw, room) = layer
+        return _seal_segment(keys, name, _Place(number, spec.kind), spec.parts(checkpoint=checkpoint), raw, room)
 
     segments: list[Segment] = []
     stored: list[Buffer] = []
     offset = 0
-    for segment, sealed in each(seal, list(enumerate(zip(model.layout.layers, layers, strict=True)))):
+    rooms = _rooms(layers, memory)
+    for segment, sealed in each(seal, list(enumerate(zip(model.layout.layers, layers, rooms, strict=True)))):
         segments.append(replace(segment, offset=offset))
         stored.append(sealed)
         offset += len(sealed)
@@ -225,6 +229,14 @@ def seal_block(  # noqa: PLR0913 - by name
         **({} if coarse is None else {"coarse": str(coarse)}),
     }
     return [seal_envelope(BLOCK_MAGIC, header, key), *stored]
+
+
+def _rooms(layers: Sequence[Sequence[Buffer | Encoded]], memory: Callable[[int], Buffer]) -> list[memoryview]:
+    """A place for each layer's segment, side by side in one memory; none becomes larger than what is not encoded yet."""
+    sizes = [sum(len(one.data if isinstance(one, Encoded) else one) for one in layer) + TAG_BYTES for layer in layers]
+    whole = memoryview(memory(sum(sizes))).cast("B")
+    ends = itertools.accumulate(sizes)
+    return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 class SegmentVerifier:
@@ -290,7 +302,8 @@ def _seal_segment(
     place: _Place,
     specs: Sequence[TensorSpec | StateSpec],
     tensors: Sequence[Buffer | Encoded],
-) -> tuple[Segment, Buffer]:
+    room: memoryview,
+) -> tuple[Segment, memoryview]:
     parts = []
     encoded = []
     raw = [data.decoded if isinstance(data, Encoded) else data for data in tensors]
@@ -308,9 +321,8 @@ def _seal_segment(
     length = len(joined) + TAG_BYTES
     nothing = Digest(bytes(Digest.SIZE))
     draft = Segment(place.layer, place.kind, 0, length, nothing, nothing, tuple(parts))
-    sealed = bytearray(length)
-    with memoryview(sealed) as out:
-        keys.seal_into(place.layer, segment_associated_data(name.address, draft.descriptor), joined, out)
+    sealed = room[:length]
+    keys.seal_into(place.layer, segment_associated_data(name.address, draft.descriptor), joined, sealed)
     return replace(draft, blake3=hash_bytes(sealed), raw_digest=keys.raw_digest(*raw)), sealed
 
 
