@@ -6,7 +6,6 @@ segments it wants. An edge, which holds no keys, calls `SegmentVerifier` with th
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -199,15 +198,14 @@ def seal_block(  # noqa: PLR0913 - by name
     keys = ObjectKeys(name.content_key, salt)
     checkpoint = model.layout.is_checkpoint(name.index, name.tokens)
 
-    def seal(layer: tuple[int, tuple[LayerSpec, Sequence[Buffer | Encoded], memoryview]]) -> tuple[Segment, memoryview]:
-        number, (spec, raw, room) = layer
-        return _seal_segment(keys, name, _Place(number, spec.kind), spec.parts(checkpoint=checkpoint), raw, room)
+    def seal(layer: tuple[int, tuple[LayerSpec, Sequence[Buffer | Encoded]]]) -> tuple[Segment, Buffer]:
+        number, (spec, raw) = layer
+        return _seal_segment(keys, name, _Place(number, spec.kind), spec.parts(checkpoint=checkpoint), raw, memory)
 
     segments: list[Segment] = []
     stored: list[Buffer] = []
     offset = 0
-    rooms = _rooms(layers, memory)
-    for segment, sealed in each(seal, list(enumerate(zip(model.layout.layers, layers, rooms, strict=True)))):
+    for segment, sealed in each(seal, list(enumerate(zip(model.layout.layers, layers, strict=True)))):
         segments.append(replace(segment, offset=offset))
         stored.append(sealed)
         offset += len(sealed)
@@ -229,14 +227,6 @@ def seal_block(  # noqa: PLR0913 - by name
         **({} if coarse is None else {"coarse": str(coarse)}),
     }
     return [seal_envelope(BLOCK_MAGIC, header, key), *stored]
-
-
-def _rooms(layers: Sequence[Sequence[Buffer | Encoded]], memory: Callable[[int], Buffer]) -> list[memoryview]:
-    """A place for each layer's segment, side by side in one memory; none becomes larger than what is not encoded yet."""
-    sizes = [sum(len(one.data if isinstance(one, Encoded) else one) for one in layer) + TAG_BYTES for layer in layers]
-    whole = memoryview(memory(sum(sizes))).cast("B")
-    ends = itertools.accumulate(sizes)
-    return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 class SegmentVerifier:
@@ -302,8 +292,8 @@ def _seal_segment(
     place: _Place,
     specs: Sequence[TensorSpec | StateSpec],
     tensors: Sequence[Buffer | Encoded],
-    room: memoryview,
-) -> tuple[Segment, memoryview]:
+    memory: Callable[[int], Buffer],
+) -> tuple[Segment, Buffer]:
     parts = []
     encoded = []
     raw = [data.decoded if isinstance(data, Encoded) else data for data in tensors]
@@ -321,8 +311,9 @@ def _seal_segment(
     length = len(joined) + TAG_BYTES
     nothing = Digest(bytes(Digest.SIZE))
     draft = Segment(place.layer, place.kind, 0, length, nothing, nothing, tuple(parts))
-    sealed = room[:length]
-    keys.seal_into(place.layer, segment_associated_data(name.address, draft.descriptor), joined, sealed)
+    sealed = memory(length)
+    with memoryview(sealed) as out:
+        keys.seal_into(place.layer, segment_associated_data(name.address, draft.descriptor), joined, out)
     return replace(draft, blake3=hash_bytes(sealed), raw_digest=keys.raw_digest(*raw)), sealed
 
 
