@@ -222,8 +222,8 @@ async def serving(settings: EdgeSettings, *stores: BlobStore) -> AsyncIterator[S
         fetcher.tracing = tracing
 
         # A span is begun before anything is known of a request: then all of them go the long way.
-        short = Express(cache, recall, admission, metrics, traffic, usage).answer if tracing is None else _nothing
-        front = _server(settings, on_its_trail(edge.handle, hops, tracing), log_answers, short)
+        express = Express(fetcher, cache, recall, admission, metrics, traffic, usage).answer
+        front = _server(settings, on_its_trail(edge.handle, hops, tracing), log_answers, _nothing if tracing else express)
         watch = Watch(revoked, origins, kept, settings.revocation_poll_seconds, recall.recall)
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(usage or contextlib.nullcontext())

@@ -29,6 +29,11 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
     The caller bounds how many run at once.
     """
+    return await begin_in_thread(function, *args, **kwargs)
+
+
+def begin_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+    """As `in_thread`, begun at once; who waits for it may give up, and the call goes on."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -45,8 +50,11 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             loop.call_soon_threadsafe(deliver, future, outcome)
 
-    _run(work)
-    return await future
+    try:
+        _run(work)
+    except RuntimeError as error:  # the system gives no more threads
+        future.set_exception(error)
+    return future
 
 
 def _run(work: Callable[[], None]) -> None:

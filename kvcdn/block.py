@@ -185,12 +185,14 @@ def seal_block(  # noqa: PLR0913 - by name
     *,
     coarse: Digest | None = None,
     each: Callable[..., Iterable[Any]] = map,
+    memory: Callable[[int], Buffer] = bytearray,
 ) -> list[Buffer]:
     """A block's bytes in pieces, envelope first; `layers[i][j]` are the raw bytes of tensor j of layer i (FORMAT.md 2.3).
 
     Raw bytes are stored losslessly, whatever the precision; what is encoded already is stored as it is. A lossy precision has
     a certificate, a refinement the etag of the `coarse` block.
     States come last, in a block that ends at a checkpoint. `each` is `map`, or one that works at several layers at once.
+    The pieces lie in what `memory` gives: a publisher's from the block before, as new memory costs more.
     """
     salt = Digest(os.urandom(Digest.SIZE))
     keys = ObjectKeys(name.content_key, salt)
@@ -198,7 +200,7 @@ def seal_block(  # noqa: PLR0913 - by name
 
     def seal(layer: tuple[int, tuple[LayerSpec, Sequence[Buffer | Encoded]]]) -> tuple[Segment, Buffer]:
         number, (spec, raw) = layer
-        return _seal_segment(keys, name, _Place(number, spec.kind), spec.parts(checkpoint=checkpoint), raw)
+        return _seal_segment(keys, name, _Place(number, spec.kind), spec.parts(checkpoint=checkpoint), raw, memory)
 
     segments: list[Segment] = []
     stored: list[Buffer] = []
@@ -290,6 +292,7 @@ def _seal_segment(
     place: _Place,
     specs: Sequence[TensorSpec | StateSpec],
     tensors: Sequence[Buffer | Encoded],
+    memory: Callable[[int], Buffer],
 ) -> tuple[Segment, Buffer]:
     parts = []
     encoded = []
@@ -308,7 +311,7 @@ def _seal_segment(
     length = len(joined) + TAG_BYTES
     nothing = Digest(bytes(Digest.SIZE))
     draft = Segment(place.layer, place.kind, 0, length, nothing, nothing, tuple(parts))
-    sealed = bytearray(length)
+    sealed = memory(length)
     with memoryview(sealed) as out:
         keys.seal_into(place.layer, segment_associated_data(name.address, draft.descriptor), joined, out)
     return replace(draft, blake3=hash_bytes(sealed), raw_digest=keys.raw_digest(*raw)), sealed

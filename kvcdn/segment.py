@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcdn.codec import ALL_CODECS
 from kvcdn.digest import Digest
@@ -30,9 +30,11 @@ _DIMENSIONS = {**dict.fromkeys(TENSOR_NAMES, (3, 3)), **dict.fromkeys(STATE_NAME
 _PART_FIELDS = 5
 _PART_VALUES = itemgetter("codec", "dtype", "length", "name", "shape")
 
+_SEGMENT_FIELDS = 7
+_SEGMENT_VALUES = itemgetter("blake3", "kind", "layer", "length", "offset", "parts", "raw_digest")
 
-@dataclass(frozen=True)
-class Part:
+
+class Part(NamedTuple):
     """One encoded tensor inside a segment."""
 
     name: str
@@ -106,6 +108,10 @@ def read_segments(values: Sequence[Any], what: str) -> tuple[Segment, ...]:
 
 
 def _read_segment(value: Any, index: int, what: str) -> Segment:
+    return _plain_segment(value, index) or _careful_segment(value, index, what)
+
+
+def _careful_segment(value: Any, index: int, what: str) -> Segment:
     fields = Fields(value, what)
     kind = fields.choice("kind", tuple(KINDS))
     count = len(KINDS[kind])
@@ -122,6 +128,24 @@ def _read_segment(value: Any, index: int, what: str) -> Segment:
     if [part.is_state for part in segment.parts] != [False] * count + [True] * (len(segment.parts) - count):
         raise CorruptError(f"{what}: its parts are not those of a {kind} layer and its states")
     return segment
+
+
+def _plain_segment(value: Any, index: int) -> Segment | None:
+    """The segment that `value` is; None where `_careful_segment` has to say what is wrong with it, or read states."""
+    try:
+        hashed, kind, layer, length, offset, values, raw_hashed = _SEGMENT_VALUES(value)
+        known = len(value) == _SEGMENT_FIELDS and type(values) is list and len(values) == len(KINDS[kind])
+        if not known or type(layer) is not int or type(length) is not int or type(offset) is not int:
+            return None
+        if layer != index or not TAG_BYTES <= length <= MAX_SEGMENT_BYTES or not 0 <= offset <= MAX_BLOCK_BYTES:
+            return None
+    except (KeyError, TypeError):
+        return None
+    blake3, raw_digest = Digest.read(hashed), Digest.read(raw_hashed)
+    parts = [part for part in map(_plain_part, values) if part is not None and not part.is_state]
+    if blake3 is None or raw_digest is None or len(parts) != len(values):
+        return None
+    return Segment(layer, kind, offset, length, blake3, raw_digest, tuple(parts))
 
 
 def _read_part(value: Any, what: str) -> Part:

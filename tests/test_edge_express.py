@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,7 +27,7 @@ from kvcdn.edge.serve import ServingEdge
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
-from support.edge_process import ask, edge_in_thread, metric, object_files, running_edge, settle
+from support.edge_process import WatchedStore, ask, edge_in_thread, metric, object_files, running_edge, settle
 from support.waiting import WAIT_SECONDS, until
 
 HOST = b"Host: edge\r\n"
@@ -99,6 +103,114 @@ def test_both_ways_say_the_same(edge: ServingEdge, document: Document, name: str
             assert body in data
             assert (method == b"GET") == bool(body)
         assert [True, False] == [fast(edge, express), fast(edge, framework)]
+
+
+MISSES = {
+    "manifest": ("manifest", b""),
+    "block": ("block", b""),
+    "part of a manifest": ("manifest", b"Range: bytes=5-99\r\n"),
+    "large part": ("block", b"Range: bytes=70000-299999\r\n"),
+    "small part": ("block", b"Range: bytes=70000-70099\r\n"),
+    "end": ("block", b"Range: bytes=-7\r\n"),
+    "behind the end": ("block", b"Range: bytes=999999999-\r\n"),
+    "no range": ("block", b"Range: bytes=9-5\r\n"),
+    "missing": ("missing", b""),
+    "damaged": ("damaged", b""),
+    "another": ("another", b""),
+    "damaged at its end": ("damaged later", b""),
+    "damaged small part": ("damaged later", b"Range: bytes=-7\r\n"),
+}
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_both_ways_say_the_same_of_what_is_not_here(document: Document, tmp_path: Path, name: str) -> None:
+    """Two edges, each asked for the first time: but for date and id no byte of the answer, and no figure, is another."""
+    which, more = MISSES[name]
+    block, other = list(document.blocks)[:2]
+    data = document.blocks[block]
+    key = {"manifest": document.manifest_key, "missing": f"v1/{'0' * 32}/manifests/{'1' * 64}"}.get(which, block)
+    blocks = {
+        "damaged": data[:20] + bytes([data[20] ^ 1]) + data[21:],
+        "damaged later": data[:-1] + bytes([data[-1] ^ 1]),
+        "another": document.blocks[other],
+    }
+    store = MemoryStore()
+    store.create(document.manifest_key, [document.manifest_bytes])
+    store.create(block, [blocks.get(which, data)])
+    said = []
+    for number, fields in enumerate((more, more + b"X-Other: 1\r\n")):
+        with edge_in_thread(store, tmp_path / str(number)) as edge, connected(edge.url) as connection:
+            status, head, body = answer(connection, get(key, HOST + fields))
+            assert all(head.pop(varying) for varying in (b"date", b"x-request-id"))
+            assert which == "damaged later" or (number == 0) == fast(edge, connection)
+            settle(edge.url)
+            lines = ask(edge.url, "/metrics").body.decode().splitlines()
+            counted = [line for line in lines if re.match(r"kvcdn_edge_(requests|origin_requests|fills)[^ ]*_total", line)]
+            whole = len(body) == int(head[b"content-length"])
+            said.append(
+                (status, head, body if whole else b"", [line for line in counted if "object" in line or "fills" in line])
+            )
+    assert said[0] == said[1]
+    assert said[0][3]
+
+
+def held(document: Document) -> WatchedStore:
+    """An origin whose streams stop within their first piece, until they may go on."""
+    store = WatchedStore(MemoryStore())
+    document.publish(store)
+    store.go.clear()
+    return store
+
+
+def test_requests_behind_one_that_waits_are_answered_in_turn(document: Document, tmp_path: Path) -> None:
+    """Misses and hits, large and small, sent before the first is answered, on a connection that stays."""
+    store = held(document)
+    keys = [*document.blocks, document.manifest_key] * 2
+    with edge_in_thread(store, tmp_path / "cache") as edge, connected(edge.url) as connection:
+        connection.sendall(get(keys[0]))
+        assert store.streaming.wait(WAIT_SECONDS)
+        for key in keys[1:]:
+            connection.sendall(get(key))
+        store.go.set()
+        file = connection.makefile("rb")
+        for key in keys:
+            assert file.readline() == b"HTTP/1.1 200 OK\r\n"
+            fields = dict(line.split(b": ", 1) for line in iter(file.readline, b"\r\n"))
+            assert document.objects[key] == file.read(int(fields[b"Content-Length"]))
+        settle(edge.url)
+
+
+def test_who_leaves_while_the_object_comes_harms_nobody(document: Document, tmp_path: Path) -> None:
+    """The fill goes on: who has joined it, and who comes later, has the object, which was asked for once."""
+    store = held(document)
+    key, data = next(iter(document.blocks.items()))
+    with edge_in_thread(store, tmp_path / "cache") as edge:
+        with connected(edge.url) as leaving, connected(edge.url) as following:
+            leaving.sendall(get(key))
+            assert store.streaming.wait(WAIT_SECONDS)
+            following.sendall(get(key))
+            leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            leaving.close()
+            store.go.set()
+            file = following.makefile("rb")
+            fields = dict(line.split(b": ", 1) for line in iter(file.readline, b"\r\n") if b": " in line)
+            assert (b"kvcdn; fwd=miss; collapsed\r\n", data) == (fields[b"Cache-Status"], file.read(len(data)))
+        settle(edge.url)
+        assert data == ask(edge.url, f"/{key}").body
+        assert [key] == store.streams
+
+
+def test_who_waits_for_an_object_has_it_from_an_edge_that_is_to_end(document: Document, tmp_path: Path) -> None:
+    """As with every answer that was begun."""
+    store = held(document)
+    key = document.manifest_key
+    with ThreadPoolExecutor() as pool:
+        with edge_in_thread(store, tmp_path / "cache") as edge:
+            waiting = pool.submit(lambda: ask(edge.url, f"/{key}"))
+            assert store.streaming.wait(WAIT_SECONDS)
+            until(lambda: any(front.task for front in list(edge.front.fronts)))
+            threading.Timer(0.2, store.go.set).start()
+        assert document.manifest_bytes == waiting.result().body
 
 
 def test_a_large_answer_comes_before_the_next(edge: ServingEdge, document: Document) -> None:

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import gc
 import random
 import threading
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcdn.edge.disk.eviction import CHARGE_UNIT_BYTES
+from kvcdn.edge.disk.eviction import CHARGE_UNIT_BYTES, Eviction, charge
+from kvcdn.edge.disk.staging import MEMORY_BYTES, Memory, Room, Staging
 from kvcdn.edge.disk.storage import DiskCache
 from kvcdn.edge.fills import lodging
 from kvcdn.edge.fills.arrival import Arrival
+from kvcdn.edge.fills.fill import Fill
 from kvcdn.edge.fills.guests import Guests
 from kvcdn.edge.fills.lodging import Lodgings
-from kvcdn.edge.fills.origins import Origin
+from kvcdn.edge.fills.origins import Origin, Origins
+from kvcdn.edge.fills.revocations import Revoked
+from kvcdn.edge.http.outcome import Reason, Refusal
 from kvcdn.edge.http.target import ObjectName
+from kvcdn.edge.reads.fetch import Fetcher
+from kvcdn.edge.telemetry.metrics import Metrics
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
 from support.edge_process import Reply, ask, disk_bytes, edge_in_thread, object_files, settle
@@ -142,3 +154,90 @@ def test_what_nobody_waits_for_any_more_leaves_no_room_and_no_file(
     asyncio.run(give_up(cache))
     assert ([], True) == (list((tmp_path / "cache" / "staging").iterdir()), cache.set_aside(1 << 20))
     cache.close()
+
+
+class Interrupted:
+    """Awaits a coroutine, and cancels what it awaits at one of its stops, as a task that is cancelled there does."""
+
+    def __init__(self, inner: Coroutine[Any, Any, None], stop: int) -> None:
+        self.inner, self.stop, self.stops = inner, stop, 0
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        step: Callable[[], Any] = partial(self.inner.send, None)
+        while True:
+            try:
+                awaited = step()
+            except StopIteration:
+                return
+            self.stops += 1
+            if self.stops == self.stop and awaited is None:
+                step = partial(self.inner.throw, asyncio.CancelledError())
+                continue
+            if self.stops == self.stop:
+                awaited.cancel()
+            try:
+                yield awaited
+            except BaseException as error:  # noqa: BLE001 - all that its task is told
+                step = partial(self.inner.throw, error)
+            else:
+                step = partial(self.inner.send, None)
+
+
+PLACES = ("set aside", "reserved", "guest", "passing", "full disk", "damaged", "revoked")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_fill_that_is_cancelled_anywhere_leaves_no_room_and_no_file(
+    documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """At each of its stops in turn, until one fill has more of them than are tried, and comes to its end."""
+    monkeypatch.setattr(lodging, "ASIDE_SHARE", 2 if place == "set aside" else 1 << 40)
+    key, data = next(iter(documents[0].blocks.items()))
+    store = MemoryStore()
+    store.create(key, [data[:-1] + bytes([data[-1] ^ 1]) if place == "damaged" else data])
+    name = ObjectName.from_path(f"/{key}")
+    assert name is not None
+    full = OSError(errno.ENOSPC, "full")
+
+    def refuse(_: Room) -> Staging:
+        raise full
+
+    if place == "full disk":
+        monkeypatch.setattr(Staging, "within", refuse)
+
+    async def fill_all(cache: DiskCache) -> int:
+        fetcher = Fetcher(Origins([store]), cache, Revoked(None, None), Metrics())
+        fetcher._guests.limit = cache.capacity // 2
+        monkeypatch.setattr(fetcher, "_keeps", lambda _: place != "guest")
+        monkeypatch.setattr(fetcher, "_sources", lambda _: (Origin(store, authority=place != "guest"),))
+        stop = 0
+        while True:
+            stop += 1
+            fill = Fill(name, 300)
+            if place == "revoked":
+                fill.cut(Refusal(Reason.REVOKED, ""))
+            running = Interrupted(fetcher._run(fill), stop)
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            del fill
+            await asyncio.to_thread(until, partial(_nothing_taken, cache._eviction, fetcher._guests, fetcher._lodgings._memory))
+            cache.remove([key])
+            cache.delete_removed()
+            fetcher._guests.drop(lambda _: True)
+            assert fetcher._guests._taken == 0
+            if running.stops < stop:
+                return stop
+
+    cache = DiskCache(tmp_path / "cache", (1 << 20) if place != "passing" else 1 << 16)
+    stops = asyncio.run(fill_all(cache))
+    assert stops > 2
+    gc.collect()
+    assert [] == list((tmp_path / "cache" / "staging").iterdir())
+    assert [] == object_files(tmp_path / "cache")
+    cache.close()
+
+
+def _nothing_taken(eviction: Eviction, guests: Guests, memory: Memory) -> bool:
+    """But by guests that are here."""
+    held = sum(charge(guest.fill.size) for guest in list(guests._held.values()))
+    return (0, held, MEMORY_BYTES) == (eviction.reserved, guests._taken, memory._left)

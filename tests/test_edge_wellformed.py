@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -101,6 +102,14 @@ def test_transfer_codings_that_nobody_here_knows_are_refused(edge: RunningEdge, 
     assert b"501" == _refused(edge, head)
 
 
+@pytest.mark.parametrize("more", [b"", b"Connection: keep-alive\r\n", b"Content-Length: 5\r\nConnection: keep-alive\r\n"])
+@pytest.mark.parametrize("line", [b"POST /v1/match", b"GET /healthz"])
+def test_a_transfer_coding_of_http_1_0_is_refused(edge: RunningEdge, line: bytes, more: bytes) -> None:
+    """It has none (RFC 9112 section 6.1): the framing is not to be trusted, and the connection ends."""
+    head = line + b" HTTP/1.0\r\n" + HOST + b"Transfer-Encoding: chunked\r\n" + more + b"\r\n0\r\n\r\n"
+    assert b"400" == _refused(edge, head)
+
+
 @pytest.mark.parametrize(
     "framing",
     [
@@ -134,6 +143,59 @@ def test_transfer_codings_that_nobody_here_knows_are_refused(edge: RunningEdge, 
 def test_bodies_that_end_nowhere_for_sure_are_refused(edge: RunningEdge, framing: bytes) -> None:
     """Whatever was smuggled behind them is not answered."""
     assert b"400" == _refused(edge, b"POST /v1/match HTTP/1.1\r\n" + HOST + framing)
+
+
+BROKEN_CHUNKS = [
+    b"zz\r\n",
+    b"2\r\n{}XX\r\n",
+    b"-1\r\n",
+    b"2;\x00\r\n{}\r\n",
+    b"2\n{}\n",
+    b"0\r\nX: a\x00b\r\n\r\n",
+    b"fffffffffffffffff\r\n",
+]
+
+
+@pytest.mark.parametrize("chunk", BROKEN_CHUNKS)
+@pytest.mark.parametrize("before", [b"", b"1\r\n{\r\n", b"1\r\n{"])
+def test_a_body_that_breaks_later_is_refused_at_once(edge: RunningEdge, chunk: bytes, before: bytes) -> None:
+    """Once and with 400, and the connection ends; not with 408 when the body's time is over."""
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=WAIT_SECONDS) as sock:
+        sock.sendall(b"POST /v1/match HTTP/1.1\r\n" + HOST + b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n")
+        # Its handler awaits the body from here on.
+        assert b"HTTP/1.1 100 Continue\r\n\r\n" == sock.recv(25, socket.MSG_WAITALL)
+        sock.sendall(before)
+        time.sleep(0.05)
+        sock.sendall((b"" if before.endswith(b"\n") or not before else b"\r\n") + chunk + SMUGGLED)
+        received = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    assert (1, b"400") == (received.count(b"HTTP/1.1 "), received.split(b" ", 2)[1])
+    assert "Traceback" not in edge.log()
+
+
+UPGRADES = [
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
+    b"Connection: Upgrade\r\nUpgrade: websocket\r\n",
+    b"Connection: upgrade\r\nUpgrade: TLS/1.0\r\n",
+    b"Connection: Upgrade\r\nUpgrade: h2c, foo/2\r\n",
+    b"Upgrade: h2c\r\n",
+]
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES)
+@pytest.mark.parametrize("cut", [0, 1, 20, -1])
+def test_what_is_behind_an_upgrade_that_is_ignored_is_answered(
+    edge: RunningEdge, path: bytes, upgrade: bytes, cut: int
+) -> None:
+    """Wherever the packets end, and whichever way the requests behind it would go alone."""
+    last = b"GET /readyz HTTP/1.1\r\nHost: edge\r\nConnection: close\r\n\r\n"
+    part = b"GET " + path + b" HTTP/1.1\r\nRange: bytes=0-9\r\n" + HOST + upgrade + END
+    sent = part + SMUGGLED + part + last
+    with socket.create_connection(("127.0.0.1", edge.port), timeout=WAIT_SECONDS) as sock:
+        for piece in (sent[:cut], sent[cut:]):
+            sock.sendall(piece)
+            time.sleep(0.05)
+        received = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    assert [b"206", b"200", b"206", b"200"] == [line.split(b" ")[0] for line in received.split(b"HTTP/1.1 ")[1:]]
 
 
 def test_a_client_that_leaves_within_a_body_is_no_error(edge: RunningEdge) -> None:

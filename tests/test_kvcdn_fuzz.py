@@ -24,7 +24,7 @@ from attacks.forge import (
     tail,
     write_manifest,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvcdn import canonical, segment
@@ -34,7 +34,7 @@ from kvcdn.digest import Digest
 from kvcdn.envelope import BLOCK_MAGIC, MANIFEST_MAGIC
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
-from kvcdn.layout import DTYPE_BYTES, STATE_NAMES, TENSOR_NAMES, Layout
+from kvcdn.layout import DTYPE_BYTES, KINDS, STATE_NAMES, TENSOR_NAMES, Layout
 from kvcdn.manifest import Manifest, open_manifest
 from kvcdn.producer import Producer
 from kvcdn.seal import ObjectKeys
@@ -179,7 +179,7 @@ def test_what_canonical_json_cannot_hold_is_refused(value: Any) -> None:
             canonical.encode(whole)
 
 
-PART = Part("key", "blosc2", "bfloat16", (512, 2, 64), 4096).to_json()
+PART = Part("k", "blosc2", "bfloat16", (512, 2, 64), 4096).to_json()
 _SIDES = st.lists(st.integers(-1, 3) | st.booleans() | st.just(MAX_SEGMENT_BYTES + 1) | st.none(), max_size=7)
 _VALUES = {
     "codec": st.sampled_from([*ALL_CODECS, "?", ["raw"], 1, None]),
@@ -199,6 +199,37 @@ def test_a_part_is_read_in_one_way(changes: dict[str, Any], missing: set[str]) -
     plain = segment._plain_part(value)
     careful = either(lambda: segment._careful_part(value, WHAT))
     assert plain == careful
+
+
+SEGMENT = segment.Segment(3, "kv", 0, 4096, Digest(bytes(32)), Digest(b"1" * 32), ()).to_json()
+_HASHES = st.sampled_from(["0" * 64, "A" * 64, "0" * 63, " " + "0" * 63, "g" * 64, 1, None])
+_NUMBERS = st.sampled_from(
+    [0, 3, True, -1, 15, 16, MAX_SEGMENT_BYTES, MAX_SEGMENT_BYTES + 1, 1 << 36, (1 << 36) + 1, "3", None]
+)
+_PARTS = [{**PART, "name": name} for name in ("k", "v", "i", "c0", "?")]
+_SEGMENT_VALUES = {
+    "blake3": _HASHES,
+    "raw_digest": _HASHES,
+    "kind": st.sampled_from([*KINDS, "?", ["kv"], None]),
+    "layer": _NUMBERS,
+    "length": _NUMBERS,
+    "offset": _NUMBERS,
+    "parts": st.lists(st.sampled_from(_PARTS), max_size=4) | st.just({"k": 1, "v": 2}) | st.just("kv") | st.just(_PARTS[:2]),
+    "more": st.just(0),
+}
+
+
+@FUZZ
+@given(st.fixed_dictionaries({}, optional=_SEGMENT_VALUES), st.sets(st.sampled_from(list(SEGMENT)), max_size=1))
+@example({"parts": _PARTS[:2]}, set())
+@example({"kind": "none"}, set())
+def test_a_segment_is_read_in_one_way(changes: dict[str, Any], missing: set[str]) -> None:
+    """What is read at once is what is read field by field, and what is refused that way never passes this way."""
+    value = {name: field for name, field in {**SEGMENT, **changes}.items() if name not in missing or name in changes}
+    plain = segment._plain_segment(value, 3)
+    careful = either(lambda: segment._careful_segment(value, 3, WHAT))
+    states = careful is not None and any(part.is_state for part in careful.parts)
+    assert plain == (None if states else careful)
 
 
 @FUZZ

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from kvcdn.access.grant import Grant, Scope
 from kvcdn.edge.answers.administration import SCOPES, SHOWN, Administration
-from kvcdn.edge.answers.express import SMALL_BYTES
+from kvcdn.edge.answers.objects import SMALL_BYTES, cannot_open, damaged, fields_of, note_of, refuse, unsatisfiable
 from kvcdn.edge.disk.storage import DiskCache, Harm
 from kvcdn.edge.fills.peers import LOAD_HEADER, PEER_HEADER, Peers
 from kvcdn.edge.http.body import read_body
@@ -169,25 +169,15 @@ class Edge:
         try:
             result = await self._fetcher.get(name, direct=direct)
         except OSError as error:
-            note = Note("object", name.short, CacheOutcome.REFUSED, reason=Reason.BUSY)
-            message = f"the edge cannot open a file ({error.strerror})"
-            return PlainResponse.line(note, 503, message, {"Retry-After": str(RETRY_SECONDS)})
+            return cannot_open(name, error)
         if isinstance(result, Refused):
-            return self._refuse(name, result)
+            return refuse(self._cache, name, result)
         return await self._serve(request, name, result, grant)
 
     async def _serve(self, request: web.BaseRequest, name: ObjectName, found: Found, grant: Grant) -> web.StreamResponse:
         # A peer's readers are counted where they ask.
-        tokens = 0 if PEER_HEADER in request.headers else found.tokens
-        note = Note("object", name.short, found.outcome, name.key, tokens / found.size)
-        note = replace(note, tokens=found.tokens, evicted=found.evicted)
-        headers = {
-            "ETag": f'"{found.etag}"',
-            "Cache-Control": IMMUTABLE,
-            "Accept-Ranges": "bytes",
-            "Age": str(found.age),
-            "Cache-Status": cache_status(found.outcome),
-        }
+        note = note_of(name, found, counted=PEER_HEADER not in request.headers)
+        headers = fields_of(found)
         given = request.headers
         precondition = evaluate(given.getall("If-Match", ()), given.getall("If-None-Match", ()), found.etag)
         if precondition is not Precondition.PROCEED:
@@ -197,9 +187,7 @@ class Edge:
         ranges = given.getall("Range", ()) if request.method == "GET" else ()
         part = select_range(ranges if range_applies(given.getall("If-Range", ()), found.etag) else (), found.size)
         if part is RangeOutcome.UNSATISFIABLE:
-            found.file.close()
-            headers |= {"Content-Range": f"bytes */{found.size}", "Cache-Control": NO_STORE}
-            return PlainResponse.line(note, 416, f"the object has {found.size} bytes", headers)
+            return unsatisfiable(note, found)
         chosen = part if isinstance(part, ByteRange) else None
         if request.method == "GET":
             self._admission.charge(grant, found.size if chosen is None else chosen.length)
@@ -230,10 +218,10 @@ class Edge:
         try:
             body = await part_of_file.read()
         except BrokenFillError as error:
-            return self._refuse(name, Refused(error.refusal, CacheOutcome.REFUSED))
+            return refuse(self._cache, name, Refused(error.refusal, CacheOutcome.REFUSED))
         if len(body) < length:
             self._drop(name)
-            return PlainResponse.line(note, 503, "the cached file is damaged; try again", {"Retry-After": str(RETRY_SECONDS)})
+            return damaged(note)
         return PlainResponse(note, status, headers, body)
 
     async def _hand_on(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
@@ -249,11 +237,6 @@ class Edge:
         if data is None:
             return PlainResponse.line(note, 404, f"there is no {key}", {})
         return PlainResponse(note, 200, {"Content-Type": "application/octet-stream", "Cache-Control": IMMUTABLE}, data)
-
-    def _refuse(self, name: ObjectName, refused: Refused) -> PlainResponse:
-        evicted, reason = self._cache.has_evicted(name.key), refused.refusal.reason
-        note = Note("object", name.short, refused.outcome, evicted=evicted, reason=reason)
-        return PlainResponse.refusal(note, refused.refusal)
 
     def _drop(self, name: ObjectName) -> None:
         self._cache.drop_key(name.key, Harm.DAMAGED, "it could not be read to its end")

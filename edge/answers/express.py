@@ -13,12 +13,15 @@ import os
 import re
 import time
 from email.utils import formatdate
+from functools import partial
 from typing import NamedTuple
 
 from kvcdn.access.grant import Grant, Scope
 from kvcdn.digest import ModelTag
 from kvcdn.edge.answers.access import Answered, access_log, record
-from kvcdn.edge.answers.front import Delivery
+from kvcdn.edge.answers.coming import Asked, Coming
+from kvcdn.edge.answers.front import Answer, Delivery, Pending
+from kvcdn.edge.answers.objects import SMALL_BYTES
 from kvcdn.edge.disk.storage import DiskCache, Entry, Harm
 from kvcdn.edge.http.hops import from_edge
 from kvcdn.edge.http.outcome import CacheOutcome, cache_status
@@ -27,6 +30,7 @@ from kvcdn.edge.http.respond import IMMUTABLE, SERVER, Note
 from kvcdn.edge.http.sending import FileBody, FileSlice
 from kvcdn.edge.http.target import ObjectName, short_of
 from kvcdn.edge.http.wellformed import HOST
+from kvcdn.edge.reads.fetch import Fetcher
 from kvcdn.edge.telemetry.metrics import Metrics
 from kvcdn.edge.telemetry.traffic import Traffic
 from kvcdn.edge.tenants.admission import Admission
@@ -34,9 +38,6 @@ from kvcdn.edge.tenants.usage import EdgeUsage
 from kvcdn.edge.upkeep.recall import Recall
 from kvcdn.errors import UntrustedError
 from kvcdn.trail import REQUEST_ID, Trail, following
-
-SMALL_BYTES = 64 * 1024
-"""Objects up to this are read and sent with their headers in one go: cheaper than a sendfile of their own."""
 
 HEAD_BYTES = 2048
 
@@ -97,6 +98,7 @@ class Express:
 
     def __init__(
         self,
+        fetcher: Fetcher,
         cache: DiskCache,
         recall: Recall,
         admission: Admission,
@@ -106,13 +108,14 @@ class Express:
     ) -> None:
         self._cache, self._recall, self._admission = cache, recall, admission
         self._metrics, self._traffic, self._usage = metrics, traffic, usage
+        self._coming = Coming(fetcher, cache, recall, admission, metrics, traffic)
         self._fields: dict[bytes, _Fields] = {}
         """Sets of fields that will do, byte for byte."""
         self._notes: dict[str, tuple[Entry, Note]] = {}
         """By key, of the file that is cached under it."""
         self._second, self._date = 0, ""
 
-    def answer(self, data: bytes, *, files: bool) -> bytes | Delivery | None:
+    def answer(self, data: bytes, *, files: bool) -> Answer | None:
         """The whole answer to the request that `data` is; None where it is for `app`, and then nothing was done."""
         began = time.perf_counter()
         end = data.find(_ENDING, 0, LINE_BYTES)
@@ -127,7 +130,7 @@ class Express:
             return None
         size = self._cache.size_of(key)
         if size is None or self._recall.revoked.covers(key):
-            return None
+            return self._wait_for(key, fields, began) if size is None and files and method == b"GET" else None
         # A Range field means something for GET only (RFC 9110 section 14.2).
         part = select_range((fields.range,), size) if fields.range is not None and method == b"GET" else RangeOutcome.WHOLE
         span = part if isinstance(part, ByteRange) else None
@@ -147,6 +150,19 @@ class Express:
             return None
         covered = Scope.READ in grant.scopes and admission.covers(grant, ModelTag(bytes.fromhex(key[3:35])))
         return grant if covered else None
+
+    def _wait_for(self, key: str, fields: _Fields, began: float) -> Pending | None:
+        """The answer to a GET for what is not here."""
+        name = ObjectName.from_path(f"/{key}")
+        # An edge that asks may have come by here before; a ledger asks for more than is at hand.
+        if name is None or fields.via is not None or self._usage is not None:
+            return None
+        grant = self._admitted(key, fields)
+        if grant is None or self._admission.wait(grant) is not None:
+            return None
+        trail = Trail.of(fields.request_id, fields.traceparent, fields.tracestate)
+        asked = Asked(name, fields.range, grant, trail, began)
+        return partial(self._coming.answer, asked)
 
     def _find(self, request: _Request) -> bytes | Delivery | None:
         try:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from aiohttp import web
 
+from kvcdn.edge.http.connections import Connection
 from kvcdn.edge.http.sendfile import STALL_SECONDS
 from kvcdn.edge.http.sending import FileBody
 from kvcdn.edge.http.wellformed import make_request
@@ -34,10 +35,16 @@ class Delivery:
     """Called when no more of it is sent, however that came."""
 
 
+Pending = Callable[[], Coroutine[Any, Any, bytes | Delivery]]
+"""What gives an answer that has to be waited for."""
+
+Answer = bytes | Delivery | Pending
+
+
 class Answering(Protocol):
     """Gives the whole answer to what a client sent at once, or None, having done nothing, where it is for the framework."""
 
-    def __call__(self, data: bytes, *, files: bool) -> bytes | Delivery | None:
+    def __call__(self, data: bytes, *, files: bool) -> Answer | None:
         """`files`: whether a body can be sent as a file just now."""
 
 
@@ -52,7 +59,7 @@ class FrontedServer(web.Server):
         self._sweeper: asyncio.TimerHandle | None = None
 
     def __call__(self) -> asyncio.Protocol:  # type: ignore[override] # the protocol that aiohttp's own would be, later
-        return Front(self, super().__call__)
+        return Front(self, lambda: Connection(self, loop=self._loop, **self._kwargs))
 
     def pre_shutdown(self) -> None:
         """Closes what is idle, and the rest when it is."""
@@ -120,8 +127,12 @@ class Front(asyncio.Protocol):
         self._seen = self._loop.time()
         if isinstance(answer, bytes):
             self._transport.write(answer)
-        else:
+        elif isinstance(answer, Delivery):
             self._deliver(answer)
+        else:
+            # No request may come before its end.
+            self.task = self._loop.create_task(self._wait(answer))
+            self._transport.pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the protocol's
         self._server.fronts.discard(self)
@@ -170,6 +181,23 @@ class Front(asyncio.Protocol):
         delivery.body.close()
         delivery.ended()
 
+    async def _wait(self, pending: Pending) -> None:
+        transport = self._transport
+        try:
+            answer = await pending()
+        except BaseException:
+            # Of this one nothing is known to tell the client.
+            self.task = None
+            transport.abort()
+            raise
+        if isinstance(answer, Delivery):
+            transport.write(answer.head)
+            transport.set_write_buffer_limits(high=0)
+            await self._send(answer)
+        else:
+            transport.write(answer)
+            self._sent_all()
+
     async def _send(self, delivery: Delivery) -> None:
         transport = self._transport
         try:
@@ -183,9 +211,14 @@ class Front(asyncio.Protocol):
             transport.abort()
             raise
         finally:
-            self.task = None
             self._end(delivery)
-        self._seen = self._loop.time()
+            self.task = None
+        self._sent_all()
+
+    def _sent_all(self) -> None:
+        """The answer of `task` is with the kernel, or will be: the next request may come."""
+        transport = self._transport
+        self.task, self._seen = None, self._loop.time()
         if self._last:
             transport.close()
         elif not transport.is_closing():

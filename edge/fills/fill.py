@@ -142,15 +142,22 @@ class Fill:
 
     async def _moved(self, since: float) -> None:
         """Waits for any change, or until time alone may have brought one."""
-        change = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        change: asyncio.Future[None] = loop.create_future()
         self._waiting.add(change)
+        timer = loop.call_later(self._lock.patience(time.monotonic(), since) + 0.01, _set, change)
         try:
-            await asyncio.wait([change], timeout=self._lock.patience(time.monotonic(), since) + 0.01)
+            await change
         finally:
+            timer.cancel()
             self._waiting.discard(change)
 
     def _wake(self) -> None:
         for change in self._waiting:
-            if not change.done():
-                change.set_result(None)
+            _set(change)
         self._waiting = set()
+
+
+def _set(change: asyncio.Future[None]) -> None:
+    if not change.done():
+        change.set_result(None)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from kvcdn.edge.disk.eviction import CHARGE_UNIT_BYTES
 from kvcdn.edge.disk.staging import DISK_FULL, Memory, Room, Staging
@@ -15,7 +16,7 @@ from kvcdn.edge.fills.arrival import Arrival
 from kvcdn.edge.fills.fill import Fill
 from kvcdn.edge.fills.guests import Guests
 from kvcdn.edge.http.target import ObjectName
-from kvcdn.edge.threads import in_thread
+from kvcdn.edge.threads import begin_in_thread
 
 ASIDE_BYTES = 32 << 20
 """Set aside for an object before it is known: twice a block of the usual size."""
@@ -57,7 +58,7 @@ class Lodgings:
         Both in one call in a thread: with another for the place, who waits for the first byte waits for two threads more.
         """
         aside = self._aside if self._aside and self._cache.set_aside(self._aside) else 0
-        beginning = asyncio.ensure_future(in_thread(self._begin, name, begin, aside))
+        beginning = begin_in_thread(self._begin, name, begin, aside)
         # Also when nobody waits any more: a thread that hangs keeps its room until it ends.
         beginning.add_done_callback(lambda done: self._begun(aside, done))
         try:
@@ -106,7 +107,7 @@ class Lodgings:
         if early is not None:
             self.leave(early)
         found = await (self._as_guest(size) if guest else self._in_cache(name, size))
-        return found or Lodging(await in_thread(Staging.passing, size, self._memory), size)
+        return found or Lodging(await _made(lambda: Staging.passing(size, self._memory)), size)
 
     def settle(self, lodging: Lodging, fill: Fill, *, kept: bool) -> None:
         """The thread that wrote has ended; `kept`: the object is whole, and durable where it is to stay."""
@@ -131,9 +132,8 @@ class Lodgings:
             if room is None:
                 break
             try:
-                return Lodging(await in_thread(Staging.within, room), size, room)
+                return Lodging(await _made(partial(Staging.within, room), partial(self._cache.release, room)), size, room)
             except OSError as error:
-                self._cache.release(room)
                 log.warning("no room for %s in %s: %s", name, self._cache.folder, error.strerror)
                 if error.errno not in DISK_FULL:
                     break
@@ -143,9 +143,31 @@ class Lodgings:
     async def _as_guest(self, size: int) -> Lodging | None:
         if not self._guests.admit(size):
             return None
+        make = partial(Staging.nameless, size, self._cache.folder / "staging")
         try:
-            return Lodging(await in_thread(Staging.nameless, size, self._cache.folder / "staging"), size, guest=True)
+            return Lodging(await _made(make, partial(self._guests.release, size)), size, guest=True)
         except OSError as error:
-            self._guests.release(size)
             log.warning("no room for a guest in %s: %s", self._cache.folder, error.strerror)
             return None
+
+
+async def _made(make: Callable[[], Staging], give_back: Callable[[], None] = lambda: None) -> Staging:
+    """What `make` gives, in a thread. Raises as it does.
+
+    Where it fails, or nobody waits any more, nothing is left, and its room is given back: not before the thread has ended.
+    """
+    making = begin_in_thread(make)
+
+    def undo(done: asyncio.Future[Staging]) -> None:
+        if done.exception() is None:
+            done.result().discard()
+        give_back()
+
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(undo)
+        raise
+    except BaseException:
+        give_back()
+        raise

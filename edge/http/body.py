@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from kvcdn.edge.http.connections import Connection
 from kvcdn.edge.http.respond import Note, PlainResponse
 from kvcdn.errors import CorruptError
 from kvcdn.fields import Fields
@@ -29,6 +30,8 @@ async def read_body(request: web.BaseRequest, note: Note) -> bytes | PlainRespon
     except ConnectionError:
         # Nobody is left to read this; it is the log's.
         return _close(PlainResponse.line(note, 400, "the body broke off", {}))
+    if isinstance(request.protocol, Connection) and request.protocol.broken is request.content:
+        return _close(PlainResponse.line(note, 400, "the body is not framed as HTTP demands", {}))
     if body is None:
         return _close(PlainResponse.line(note, 413, f"a body has at most {MAX_BODY_BYTES} bytes", {}))
     return body

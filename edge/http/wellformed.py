@@ -66,6 +66,9 @@ def find_fault(request: web.BaseRequest) -> Fault | None:
     if host is not None and not HOST.fullmatch(host):
         return Fault(400, "the Host field holds no host")
     coding = ",".join(request.headers.getall("Transfer-Encoding", ()))
+    if coding and request.version == HttpVersion10:
+        # RFC 9112 section 6.1: whoever came before us may have taken what is in chunks for the next request.
+        return Fault(400, "HTTP/1.0 has no transfer codings")
     if coding and coding.strip().lower() != "chunked":
         return Fault(501, "no transfer coding but chunked is known here")
     return None

@@ -35,7 +35,7 @@ from kvcdn.edge.memory import FadingMemory
 from kvcdn.edge.telemetry.metrics import Metrics
 from kvcdn.edge.telemetry.tracing import SpanKind, Tracing, begin
 from kvcdn.edge.tenants.usage import EdgeUsage
-from kvcdn.edge.threads import in_thread
+from kvcdn.edge.threads import begin_in_thread, in_thread
 from kvcdn.errors import IntegrityError, KvcdnError, UnavailableError
 
 RUNNING_FILLS = 8
@@ -301,17 +301,20 @@ class Fetcher:
         except BaseException:
             arrival.abandon()
             raise
-        refusal = fill.refusal or self._revoked.refusal(fill.name, fill.publisher)
-        if refusal is not None:
+        try:
+            refusal = fill.refusal or self._revoked.refusal(fill.name, fill.publisher)
+            if refusal is not None:
+                raise BrokenFillError(refusal)
+            fill.open(lodging.staging.spool, arrival.head.size, arrival.head.etag, arrival.deadline, stored=lodging.stored)
+            # The thread would take turns with the loop from now on: who waits for the head of the answer has it first.
+            for _ in range(HEAD_TURNS):
+                await asyncio.sleep(0)
+            self._lodgings.clear()
+        except BaseException:
             arrival.abandon()
             self._lodgings.leave(lodging)
-            raise BrokenFillError(refusal)
-        fill.open(lodging.staging.spool, arrival.head.size, arrival.head.etag, arrival.deadline, stored=lodging.stored)
-        # The thread would take turns with the loop from now on: who waits for the head of the answer has it first.
-        for _ in range(HEAD_TURNS):
-            await asyncio.sleep(0)
-        self._lodgings.clear()
-        landing = asyncio.ensure_future(in_thread(_land, arrival, lodging.staging, self._stopping, fill, _told(fill)))
+            raise
+        landing = begin_in_thread(_land, arrival, lodging.staging, self._stopping, fill, _told(fill))
         landing.add_done_callback(lambda done: self._landed(fill, lodging, done))
         try:
             # A thread that hangs keeps its room until it ends: what it may still write is counted.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,13 @@ MOST_BASE = 240
 _ABOVE_MEAN = 4
 """How far above its mean exponent a channel's codes reach at most: single outliers are cheaper as exceptions."""
 
+_ROWS_SUMMED = 256
+"""Exponents of so many rows: 16 bits hold their sum."""
+
 _PIECE_VALUES = 96 * 1024
 """Values joined at a time: their halves stay in a core's cache."""
+
+_OWN = threading.local()
 
 Bytes = NDArray[np.uint8]
 Bits = NDArray[np.uint16]
@@ -52,19 +58,35 @@ def encode_exponents(raw: Buffer, rows: Rows) -> bytes | None:
     """`raw`, taken apart; None where its exponents are too far apart for this to save anything."""
     count, width = _table(rows)
     bits = np.frombuffer(raw, "<u2").reshape(count, width)
-    tops, sums = np.zeros(width, np.uint8), np.zeros(width, np.uint32)
-    (_SURVEY.native() or _survey_by_numpy)(bits, tops, sums)
+    tops, part, sums = np.zeros(width, np.uint16), np.empty(width, np.uint16), np.zeros(width, np.uint32)
+    (_SURVEY.native() or _survey_by_numpy)(bits, tops, part, sums)
     tops = np.minimum(tops, sums // np.uint32(count) + np.uint32(_ABOVE_MEAN))
-    bases = (np.maximum(tops, np.uint32(MOST_CODE)) - np.uint32(MOST_CODE)).astype(np.uint8)
-    packed, kept = np.empty((-(-count // 2), width), np.uint8), np.empty(bits.shape, np.uint8)
+    bases = (np.maximum(tops, np.uint32(MOST_CODE)) - np.uint32(MOST_CODE)).astype(np.uint16)
     most = len(raw) // 4 // _EXCEPTION_BYTES
-    places, exponents, found = np.empty(most, np.uint32), np.empty(most, np.uint8), np.zeros(1, np.uint32)
+    packed, kept, places, exponents = _room(count, width, most)
+    found = np.zeros(1, np.uint32)
     (_TAKE_APART.native() or _take_apart_by_numpy)(bits, bases, packed, kept, places, exponents, found)
     strays = int(found[0])
     if _EXCEPTION_BYTES * strays >= len(raw) // 4:
         return None
     exceptions = (_COUNT.pack(strays), places[:strays].astype("<u4").data, exponents[:strays].data)
-    return b"".join((*exceptions, bases.data, kept.data, PLAIN_CHUNK.encode(packed.reshape(-1).data, 1)))
+    chunk = PLAIN_CHUNK.encode(packed.reshape(-1).data, 1)
+    return b"".join((*exceptions, bases.astype(np.uint8).data, kept.data, chunk))
+
+
+def _room(count: int, width: int, most: int) -> tuple[Bytes, Bytes, NDArray[np.uint32], Bytes]:
+    """The thread's own memory for codes, signs and mantissas, places and exponents, until a tensor of another shape comes."""
+    shape = count, width
+    if getattr(_OWN, "shape", None) != shape:
+        _OWN.room = (
+            np.empty((-(-count // 2), width), np.uint8),
+            np.empty(shape, np.uint8),
+            np.empty(most, np.uint32),
+            np.empty(most, np.uint8),
+        )
+        _OWN.shape = shape
+    room: tuple[Bytes, Bytes, NDArray[np.uint32], Bytes] = _OWN.room
+    return room
 
 
 def decode_exponents(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
@@ -101,25 +123,33 @@ def _exponents(bits: Bits) -> Bytes:
     return ((bits >> _MANTISSA_BITS) & np.uint16(0xFF)).astype(np.uint8)
 
 
-def _survey(bits: Bits, tops: Bytes, sums: NDArray[np.uint32]) -> None:
-    """The largest exponent of each column, and their sum; both are zero before."""
+def _survey(bits: Bits, tops: Bits, part: Bits, sums: NDArray[np.uint32]) -> None:
+    """The largest exponent of each column, and their sum; both are zero before. `part` holds anything, and does after.
+
+    In 16 bits as long as they hold a sum: four columns at once where there would be two.
+    """
     count, width = bits.shape
-    for row in range(count):
+    for begin in range(0, count, _ROWS_SUMMED):
         for column in range(width):
-            exponent = np.uint8(bits[row, column] >> 7)
-            tops[column] = max(tops[column], exponent)
-            sums[column] += exponent
+            part[column] = 0
+        for row in range(begin, min(begin + _ROWS_SUMMED, count)):
+            for column in range(width):
+                exponent = np.uint16((bits[row, column] >> 7) & 0xFF)
+                part[column] = np.uint16(part[column] + exponent)
+                tops[column] = max(tops[column], exponent)
+        for column in range(width):
+            sums[column] += part[column]
 
 
-def _survey_by_numpy(bits: Bits, tops: Bytes, sums: NDArray[np.uint32]) -> None:
+def _survey_by_numpy(bits: Bits, tops: Bits, part: Bits, sums: NDArray[np.uint32]) -> None:  # noqa: ARG001 - the loop's
     exponents = _exponents(bits)
-    exponents.max(0, out=tops)
+    tops[...] = exponents.max(0)
     exponents.sum(0, dtype=np.uint32, out=sums)
 
 
 def _take_apart(
     bits: Bits,
-    bases: Bytes,
+    bases: Bits,
     packed: Bytes,
     kept: Bytes,
     places: NDArray[np.uint32],
@@ -128,38 +158,54 @@ def _take_apart(
 ) -> None:
     """Codes in pairs, signs and mantissas; where a code does not fit it is 0, and an exception.
 
-    Exceptions are counted in `found`, zero before, and written as far as there is room for them.
+    Exceptions are counted in `found`, zero before, and written as far as there is room for them. All is done in 16 bits,
+    and pairs of rows are looked at again only where something strays.
     """
     count, width = bits.shape
     for pair in range(len(packed)):
-        for half in range(min(count - 2 * pair, 2)):
-            row = 2 * pair + half
-            stray = np.uint8(0)
-            if half:
-                for column in range(width):
-                    code = np.uint8((bits[row, column] >> 7) - bases[column])
-                    stray |= code
-                    packed[pair, column] |= (code if code <= MOST_CODE else 0) << 4
-                    kept[row, column] = (bits[row, column] & 0x7F) | ((bits[row, column] >> 8) & 0x80)
-            else:
-                for column in range(width):
-                    code = np.uint8((bits[row, column] >> 7) - bases[column])
-                    stray |= code
-                    packed[pair, column] = code if code <= MOST_CODE else 0
-                    kept[row, column] = (bits[row, column] & 0x7F) | ((bits[row, column] >> 8) & 0x80)
-            if stray > MOST_CODE:
-                for column in range(width):
-                    exponent = np.uint8(bits[row, column] >> 7)
-                    if np.uint8(exponent - bases[column]) > MOST_CODE:
-                        if found[0] < len(places):
-                            places[found[0]] = row * width + column
-                            exponents[found[0]] = exponent
-                        found[0] += 1
+        low, high = 2 * pair, min(2 * pair + 1, count - 1)
+        stray = np.uint16(0)
+        for column in range(width):
+            first = np.uint16(((bits[low, column] >> 7) & 0xFF) - bases[column])
+            second = np.uint16(((bits[high, column] >> 7) & 0xFF) - bases[column])
+            stray |= np.uint16(first | second)
+            packed[pair, column] = np.uint8((first & 15) | (second & 15) << 4)
+        for column in range(width):
+            kept[low, column] = np.uint8((bits[low, column] & 0x7F) | ((bits[low, column] >> 8) & 0x80))
+        for column in range(width):
+            kept[high, column] = np.uint8((bits[high, column] & 0x7F) | ((bits[high, column] >> 8) & 0x80))
+        if stray > MOST_CODE:
+            _note_strays(bits, bases, packed, pair, places, exponents, found)
+    if count % 2:
+        for column in range(width):
+            packed[len(packed) - 1, column] &= 0x0F
+
+
+def _note_strays(
+    bits: Bits,
+    bases: Bits,
+    packed: Bytes,
+    pair: int,
+    places: NDArray[np.uint32],
+    exponents: Bytes,
+    found: NDArray[np.uint32],
+) -> None:
+    """What a pair of rows has that does not fit."""
+    count, width = bits.shape
+    for row in range(2 * pair, min(2 * pair + 2, count)):
+        for column in range(width):
+            exponent = np.uint8(bits[row, column] >> 7)
+            if np.uint16(exponent - bases[column]) > MOST_CODE:
+                packed[pair, column] &= 0x0F if row % 2 else 0xF0
+                if found[0] < len(places):
+                    places[found[0]] = row * width + column
+                    exponents[found[0]] = exponent
+                found[0] += 1
 
 
 def _take_apart_by_numpy(
     bits: Bits,
-    bases: Bytes,
+    bases: Bits,
     packed: Bytes,
     kept: Bytes,
     places: NDArray[np.uint32],
@@ -167,7 +213,7 @@ def _take_apart_by_numpy(
     found: NDArray[np.uint32],
 ) -> None:
     all_exponents = _exponents(bits)
-    codes = all_exponents - bases
+    codes = all_exponents - bases.astype(np.uint8)
     stray = codes > MOST_CODE
     which = np.flatnonzero(stray)
     found[0] = len(which)
@@ -179,19 +225,22 @@ def _take_apart_by_numpy(
     kept[...] = (bits & _MANTISSA) | ((bits >> _BYTE_BITS) & _SIGN_OF_BYTE)
 
 
-_SURVEY = Loop(_survey, (Array("uint16", 2), Array("uint8", written=True), Array("uint32", written=True)))
+_SURVEY = Loop(
+    _survey, (Array("uint16", 2), Array("uint16", written=True), Array("uint16", written=True), Array("uint32", written=True))
+)
 
 _TAKE_APART = Loop(
     _take_apart,
     (
         Array("uint16", 2),
-        Array("uint8"),
+        Array("uint16"),
         Array("uint8", 2, written=True),
         Array("uint8", 2, written=True),
         Array("uint32", written=True),
         Array("uint8", written=True),
         Array("uint32", written=True),
     ),
+    {"_note_strays": _note_strays},
 )
 
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 MAX_KEPT_BYTES = 1 << 30
 """Kept for later at most; a cache beyond that is mostly made anew."""
@@ -60,7 +61,7 @@ class MemoryPool:
             starts.append(end)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
         try:
-            memory = self._take(end) if end >= LEAST_BYTES else None
+            memory = torch.from_numpy(self.take(end)) if end >= LEAST_BYTES else None
         except OSError:
             memory = None  # torch says it better
         if memory is None:
@@ -70,8 +71,8 @@ class MemoryPool:
             for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=True)
         ]
 
-    def _take(self, size: int) -> torch.Tensor:
-        """So many bytes, that come back when the last view of them is gone."""
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """So many bytes, that come back when the last view of them is gone. Raises OSError where there are none."""
         self._drop_old()
         wanted = _rounded(size)
         block = self._find(wanted)
@@ -81,7 +82,7 @@ class MemoryPool:
             _advise(block, "MADV_HUGEPAGE")
         lent = np.frombuffer(block, dtype=np.uint8, count=size)
         weakref.finalize(lent, self._give_back, block).atexit = False
-        return torch.from_numpy(lent)
+        return lent
 
     def _find(self, size: int) -> mmap.mmap | None:
         """The smallest kept block for `size` bytes, up to twice as large; of equal ones the last that was used."""
@@ -131,3 +132,11 @@ def empty_tensors(shapes: Sequence[tuple[Sequence[int], torch.dtype]], device: t
     if device.type == "cpu":
         return _pool.tensors(shapes)
     return [torch.empty(tuple(shape), dtype=dtype, device=device) for shape, dtype in shapes]
+
+
+def empty_bytes(size: int) -> memoryview:
+    """Bytes that hold anything, in memory that earlier ones, or caches, had."""
+    try:
+        return _pool.take(size).data if size >= LEAST_BYTES else memoryview(bytearray(size))
+    except OSError:
+        return memoryview(bytearray(size))  # Python says it better

@@ -29,9 +29,11 @@ from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_ke
 from kvcdn.manifest import BlockEntry, Manifest, open_manifest
 from kvcdn.model.bases import Bases
 from kvcdn.model.load import LoadedModel
+from kvcdn.model.memory import empty_bytes
 from kvcdn.model.place import device_of
 from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
 from kvcdn.model.speed import Pass, remember_passes
+from kvcdn.origin.publishing.draft import Draft
 from kvcdn.origin.publishing.kept import Kept, KeptBlock
 from kvcdn.origin.publishing.result import PublishProgress, PublishResult
 from kvcdn.origin.upkeep.lease import Lease
@@ -86,6 +88,7 @@ class Run:
         self._bases = Bases(lambda key, limit: store.read(key, 0, limit), names.model)
         # As many tokens a pass as the layout says: also for a basis, whose layout is not the model's.
         self._producer = replace(loaded.producer, chunk_tokens=names.model.layout.block_tokens)
+        self._draft: Draft | None = None
         self._outcome: tuple[str, Manifest] | None = None
 
     def publish(self, token_ids: Sequence[int], label: str, expires: int | None) -> None:
@@ -131,27 +134,13 @@ class Run:
         """Writes what `blocks` writes, and then the manifest; `existing` is one whose blocks are not all there."""
         names = self.names
         key = manifest_key(names.model.tag, names.manifest_address)
+        self._draft = Draft(names, self._producer, self._key, self._record, certificate, label, expires)
         with Lease(self._store, names.model.tag, [block.address for block in names.blocks]) as lease:
             entries = blocks()
             if existing is not None:
                 # Somebody removed blocks under it. The new ones have other salts, sizes and etags: the manifest is made anew.
                 self._store.delete(key)
-            manifest = Manifest(
-                address=names.manifest_address,
-                fingerprint=names.model.fingerprint,
-                model_name=names.model.name,
-                layout=names.model.layout,
-                precision=names.model.precision,
-                tokens=names.tokens,
-                blocks=tuple(entries),
-                created=int(time.time()),
-                expires=expires,
-                label=label,
-                producer=self._producer,
-                certificate=certificate,
-            )
-            data = manifest.seal(self._key)
-            self._record(Published(names.model.tag, manifest.address, hash_bytes(data), expires))
+            manifest, data = self._draft.of(entries)
             lease.require()
             self._store.create(key, [data])
         self._outcome = "published" if existing is None else "repaired", manifest
@@ -202,6 +191,7 @@ class Run:
         ):
             each = map if count <= _FEW_CORES else cores.map
             pending: list[Future[BlockEntry]] = []
+            expected: list[BlockEntry] = []
             try:
                 for block in prefill.run(token_ids, start=self._tokens_loaded):
                     self._count(block)
@@ -209,19 +199,23 @@ class Run:
                     if on_cpu:
                         # Between two passes, whose threads wait for each other: a core taken from one of them is taken
                         # from all.
-                        pending.append(pool.submit(self._create, name, self._seal(name, block.raw_layers(), each=each)))
+                        pieces = self._seal(name, block.raw_layers(), each=each)
+                        expected.append(_entry_of(name, pieces))
+                        pending.append(pool.submit(self._create, name, pieces))
                     else:
                         pending.append(pool.submit(self.write_block, name, block.raw_layers()))
                     if len(pending) >= _UPLOADS_IN_FLIGHT:
                         entries.append(pending.pop(0).result())
                     self._report()
+                remember_passes(self.loaded, self._passes)
+                if on_cpu and self._draft:
+                    self._draft.of(entries + expected[len(expected) - len(pending) :])
                 while pending:
                     entries.append(pending.pop(0).result())
                     self._report()
             finally:
                 for future in pending:
                     future.cancel()
-        remember_passes(self.loaded, self._passes)
         ours = itertools.takewhile(lambda entry: entry.address not in self._others, entries)
         self.kept.hold([self._kept_block(entry.address, entry) for entry in ours])
         return entries
@@ -349,14 +343,16 @@ class Run:
         each: Callable[..., Iterable[Any]] = map,
     ) -> list[Buffer]:
         names = self.names.model, name
-        return seal_block(*names, self._producer, layers, self._key, certificate, basis, coarse=coarse, each=each)
+        return seal_block(
+            *names, self._producer, layers, self._key, certificate, basis, coarse=coarse, each=each, memory=empty_bytes
+        )
 
     def _create(self, name: BlockName, pieces: list[Buffer]) -> BlockEntry:
-        size = sum(map(len, pieces))
         if self._store.create(block_key(self.names.model.tag, name.address), pieces):
-            self._uploaded.append(size)
+            entry = _entry_of(name, pieces)
+            self._uploaded.append(entry.size)
             self._report()
-            return BlockEntry(name.address, name.tokens, size, hash_bytes(pieces[0]))
+            return entry
         # Another publisher was faster. Its block is as good as ours if we trust it, and has other bytes.
         self._others.add(name.address)
         data = self._store.read(block_key(self.names.model.tag, name.address))
@@ -393,3 +389,8 @@ class Run:
             prefill_seconds=round(self._prefill_seconds, 3),
             tokens_per_second=round(speed, 1) if speed else None,
         )
+
+
+def _entry_of(name: BlockName, pieces: Sequence[Buffer]) -> BlockEntry:
+    """What a manifest says of a block of these bytes."""
+    return BlockEntry(name.address, name.tokens, sum(map(len, pieces)), hash_bytes(pieces[0]))
