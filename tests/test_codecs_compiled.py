@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvcdn.codec import Rows, decode_part
 from kvcdn.codecs.compiled import Array, Loop, wait_until_compiled
 from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, write_rounded
-from kvcdn.codecs.quant import _HEADER, _SPREAD, Grid
+from kvcdn.codecs.quant import _HEADER, _SPREAD, Grid, _spread
 
 DTYPES = sorted(NATIVE_DTYPES)
 
@@ -83,6 +83,36 @@ def test_grids_have_the_same_bits(dtype, grid, tokens, odd, seed) -> None:
             del loop.native
         found.append(bytes(memory))
     assert found[1] == found[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([4, 8]),
+    st.integers(1, 20),
+    st.sampled_from([(1, 32), (3, 30), (2, 64), (1, 33)]),
+    st.integers(6, 30),
+    st.integers(0, 2**32 - 1),
+)
+def test_chunks_have_the_same_bits(bits, group, sides, tokens, seed) -> None:
+    """Whole chunks, and a last one that overlaps; rows whose codes are in both halves of bytes: plain, compiled, numpy."""
+    rng = np.random.default_rng(seed)
+    columns, middle = sides[0] * sides[1], tokens - 3
+    parameters = rng.choice(FINITE, (2, -(-middle // group), columns))
+    parameters[-1] &= 0x7FFF
+    parts = [_HEADER.pack(bits, 0, 2, 1, group, 1), rng.bytes(3 * 2 * columns), parameters.tobytes()]
+    payload = b"".join((*parts, rng.bytes(-(-middle * columns * bits // 8))))
+    found = []
+    loop = _SPREAD["bfloat16"]
+    with np.errstate(all="ignore"):
+        for way in (native(loop), _spread, None):
+            memory = bytearray(tokens * columns * 2)
+            loop.native = lambda way=way: way  # type: ignore[method-assign]
+            try:
+                decode_part("quant", payload, Rows("bfloat16", (tokens, *sides)), memoryview(memory), "part")
+            finally:
+                del loop.native
+            found.append(bytes(memory))
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,13 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codec import Encoded, Rows
-from kvcdn.codecs.compiled import Array, Loop
+from kvcdn.codecs.chunks import CHUNK, spread_chunk
+from kvcdn.codecs.compiled import Array, Loop, Uses
 from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats, to_float32, write_rounded
 from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
 
 _HEADER = struct.Struct("<BBBBHH")
 """Bits, centred, exact rows in front, exact rows at the end, tokens and values of a group."""
+
+_HEADER_BYTES = _HEADER.size
 
 CODE_BITS = (4, 8)
 MAX_BITS = 8
@@ -36,6 +39,9 @@ _SIGN = 0x8000
 
 _LOW = np.uint8(0x0F)
 _HALF_BYTE = np.uint8(4)
+
+
+Codes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,17 @@ def _split(stored: memoryview, count: int, bits: int) -> NDArray[np.uint8]:
 def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
     """Fills `out` with the rounded numbers. Raises CorruptError."""
     tokens, heads, dim = rows.shape
+    spread = _SPREAD[rows.dtype].native()
+    if spread is not None:
+        target = np.frombuffer(out, NATIVE_DTYPES[rows.dtype]).reshape(tokens, heads * dim)
+        if spread(np.frombuffer(encoded, np.uint8), dim, target):
+            return
+    _decode_by_numpy(encoded, rows, out, what)
+
+
+def _decode_by_numpy(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
+    """The same, and says what is wrong."""
+    tokens, heads, dim = rows.shape
     if len(encoded) < _HEADER.size:
         raise CorruptError(f"{what}: {len(encoded)} bytes are too few for numbers on grids")
     bits, centred, lead, trail, group_tokens, group_values = _HEADER.unpack_from(encoded)
@@ -150,20 +167,9 @@ def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None
     first, last, stored, coded = _cut(memoryview(encoded)[_HEADER.size :], sizes)
     out[: len(first)] = first
     out[len(out) - len(last) :] = last
-    if not middle:
-        return
-    parameters = np.frombuffer(stored, "<u2").reshape(shape)
-    place = out[lead * row : (lead + middle) * row]
-    spread = _SPREAD[rows.dtype].native()
-    if spread is None:
-        _spread_by_numpy(_checked(parameters, what), coded, (bits, group_tokens), place, rows)
-        return
-    target = np.frombuffer(place, NATIVE_DTYPES[rows.dtype]).reshape(middle, heads * dim)
-    sound = np.zeros(1, np.uint8)
-    table = parameters.reshape(*shape[:2], heads * dim // group_values)
-    spread(table, np.frombuffer(coded, np.uint8), bits, group_tokens, group_values, target, sound)
-    if not sound[0]:
-        raise _not_a_number(what)
+    if middle:
+        parameters = _checked(np.frombuffer(stored, "<u2").reshape(shape), what)
+        _spread_by_numpy(parameters, coded, (bits, group_tokens), out[lead * row : (lead + middle) * row], rows)
 
 
 def _spread_by_numpy(parameters: Floats, coded: memoryview, form: tuple[int, int], place: memoryview, rows: Rows) -> None:
@@ -182,10 +188,6 @@ def _spread_by_numpy(parameters: Floats, coded: memoryview, form: tuple[int, int
             write_rounded(numbers.of(begin, end), rows.dtype, place[begin * row : end * row])
 
 
-round_row = ROUNDERS["bfloat16"]
-"""In each loop, the one of its dtype."""
-
-
 def _are_numbers(stored: NDArray[np.uint16]) -> bool:
     """Whether all parameters are finite, and no step is negative."""
     kinds, groups, columns = stored.shape
@@ -202,65 +204,118 @@ def _are_numbers(stored: NDArray[np.uint16]) -> bool:
 def _spread_parameters(stored: NDArray[np.uint16], bits: int, group: int, width: int, steps: Floats, offsets: Floats) -> None:
     """The step and the offset of each column, for the tokens of a group."""
     step_bits, offset_bits = steps.view(np.uint32), offsets.view(np.uint32)
-    last = len(stored) - 1
-    for column in range(len(steps)):
-        step_bits[column] = np.uint32(stored[last, group, column // width]) << 16
-        if last:
-            offset_bits[column] = np.uint32(stored[0, group, column // width]) << 16
-        else:
+    last, column = len(stored) - 1, 0
+    for place in range(stored.shape[2]):
+        step, offset = np.uint32(stored[last, group, place]) << 16, np.uint32(stored[0, group, place]) << 16
+        for _ in range(width):
+            step_bits[column], offset_bits[column] = step, offset
+            column += 1
+    if not last:
+        for column in range(len(steps)):
             offsets[column] = np.float32(-(1 << (bits - 1))) * steps[column]
 
 
-def _spread(  # noqa: C901 - one loop, over arrays
-    parameters: NDArray[np.uint16],
-    coded: NDArray[np.uint8],
-    bits: int,
-    group: int,
-    width: int,
-    out: NDArray[Any],
-    sound: NDArray[np.uint8],
+def _spread_rows(  # noqa: PLR0913, PLR0917 - a piece of one loop, over arrays
+    coded: Codes, source: int, shift: int, mask: int, steps: Floats, offsets: Floats, out: NDArray[Any], first: int, end: int
 ) -> None:
-    """Rounds the numbers of codes into `out` [tokens, columns]; parameters are [1 or 2, groups of tokens, groups of columns].
+    """Rounds numbers into the rows `first` to `end`; their codes are in bytes from `source` on, as `spread_chunk` has them."""
+    columns = len(steps)
+    row = np.empty(columns, np.float32)
+    bits = row.view(np.uint32)
+    for token in range(first, end):
+        begin = source + (token - first) * columns
+        for column in range(columns):
+            row[column] = np.float32(np.uint8((coded[begin + column] >> shift) & mask)) * steps[column] + offsets[column]
+        round_row(row, bits, out, token)
 
-    `sound` is 0 before, and where a parameter is not a number that belongs there.
-    """
-    tokens, columns = out.shape
-    if not _are_numbers(parameters):
+
+round_row = ROUNDERS["bfloat16"]
+"""In each loop, the one of its dtype."""
+
+
+def _spread_rows_in_chunks(  # noqa: PLR0913, PLR0917 - as above
+    coded: Codes, source: int, shift: int, mask: int, steps: Floats, offsets: Floats, out: NDArray[Any], first: int, end: int
+) -> None:
+    """`_spread_rows` of bfloat16. The last chunk of a row may overlap the one before it."""
+    columns = len(steps)
+    if columns < CHUNK:
+        _spread_rows(coded, source, shift, mask, steps, offsets, out, first, end)
         return
-    sound[0] = 1
-    half = len(coded)
-    steps, offsets, row = np.empty(columns, np.float32), np.empty(columns, np.float32), np.empty(columns, np.float32)
-    row_bits = row.view(np.uint32)
-    for token in range(tokens):
-        if token % group == 0:
-            _spread_parameters(parameters, bits, token // group, width, steps, offsets)
-        begin = token * columns
-        if bits == MAX_BITS:
-            codes = coded[begin : begin + columns]
-            for column in range(columns):
-                row[column] = codes[column] * steps[column] + offsets[column]
-        elif begin + columns <= half:
-            codes = coded[begin : begin + columns]
-            for column in range(columns):
-                row[column] = np.float32(np.uint8(codes[column] & 15)) * steps[column] + offsets[column]
-        elif begin >= half:
-            codes = coded[begin - half : begin - half + columns]
-            for column in range(columns):
-                row[column] = np.float32(np.uint8(codes[column] >> 4)) * steps[column] + offsets[column]
-        else:
-            for column in range(columns):
-                number = begin + column
-                code = coded[number] & 15 if number < half else coded[number - half] >> 4
-                row[column] = np.float32(np.uint8(code)) * steps[column] + offsets[column]
-        round_row(row, row_bits, out, token)
+    for token in range(first, end):
+        begin = source + (token - first) * columns
+        for chunk in range(0, columns, CHUNK):
+            column = min(chunk, columns - CHUNK)
+            spread_chunk(coded, begin + column, shift, mask, steps, offsets, column, out, token * columns + column)
 
 
-def _spread_loop(dtype: str) -> Loop[NDArray[np.uint16], NDArray[np.uint8], int, int, int, NDArray[Any], NDArray[np.uint8]]:
-    out = Array(NATIVE_DTYPES[dtype], 2, written=True)
+def _spread_split_row(coded: Codes, first: int, steps: Floats, offsets: Floats, out: NDArray[Any], token: int) -> None:
+    """The row, of 4 bits a code, whose numbers from `first` on are the last in lower halves and the first in upper ones."""
+    row, half = np.empty(len(steps), np.float32), len(coded)
+    for column in range(len(row)):
+        number = first + column
+        code = coded[number] & 15 if number < half else coded[number - half] >> 4
+        row[column] = np.float32(np.uint8(code)) * steps[column] + offsets[column]
+    round_row(row, row.view(np.uint32), out, token)
+
+
+def _spread(encoded: Codes, dim: int, out: NDArray[Any]) -> bool:
+    """Rounds the numbers of a part into `out` [tokens, heads x dim]; False where it is not sound, with nothing written."""
+    tokens, columns = out.shape
+    if len(encoded) < _HEADER_BYTES:
+        return False
+    bits, centred, lead, trail = np.int64(encoded[0]), np.int64(encoded[1]), np.int64(encoded[2]), np.int64(encoded[3])
+    group, width = encoded[4] | np.int64(encoded[5]) << 8, encoded[6] | np.int64(encoded[7]) << 8
+    middle = tokens - lead - trail
+    if bits not in CODE_BITS or centred > 1 or not group or not width or dim % width or middle < 0:
+        return False
+    kinds, groups, each = 2 - centred, (middle + group - 1) // group, columns // width
+    row_bytes = columns * out.itemsize
+    last = _HEADER_BYTES + lead * row_bytes
+    stored = last + trail * row_bytes
+    begin = stored + 2 * kinds * groups * each
+    half = (middle * columns * bits + 7) // 8
+    if begin + half != len(encoded):
+        return False
+    parameters, coded = encoded[stored:begin].view(np.uint16).reshape(kinds, groups, each), encoded[begin:]
+    if not _are_numbers(parameters):
+        return False
+    places = out.reshape(out.size).view(np.uint8)
+    places[: lead * row_bytes] = encoded[_HEADER_BYTES:last]
+    places[(tokens - trail) * row_bytes :] = encoded[last:stored]
+    steps, offsets = np.empty(columns, np.float32), np.empty(columns, np.float32)
+    # Rows whose codes are in lower halves of bytes, and the first of those whose codes are in upper ones.
+    low, high = (middle, middle) if bits == MAX_BITS else (half // columns, (half + columns - 1) // columns)
+    mask = 255 if bits == MAX_BITS else 15
+    for number in range(groups):
+        _spread_parameters(parameters, int(bits), number, int(width), steps, offsets)
+        begin, end = number * group, min((number + 1) * group, middle)
+        if begin < low:
+            spread_rows(coded, begin * columns, 0, mask, steps, offsets, out, lead + begin, lead + min(end, low))
+        if begin <= low < min(end, high):
+            _spread_split_row(coded, low * columns, steps, offsets, out, lead + low)
+        if end > high:
+            begin = max(begin, high)
+            spread_rows(coded, begin * columns - half, 4, mask, steps, offsets, out, lead + begin, lead + end)
+    return True
+
+
+spread_rows = _spread_rows_in_chunks
+"""In each loop, the one of its dtype."""
+
+
+def _spread_loop(dtype: str) -> Loop[Codes, int, NDArray[Any]]:
+    helpers: Uses = {"round_row": ROUNDERS[dtype], "_spread_rows": _spread_rows}
+    in_chunks: Uses = {"spread_chunk": spread_chunk, "spread_rows": _spread_rows_in_chunks}
+    rows: Uses = in_chunks if dtype == "bfloat16" else {"spread_rows": _spread_rows}
+    common: Uses = {
+        "_are_numbers": _are_numbers,
+        "_spread_parameters": _spread_parameters,
+        "_spread_split_row": _spread_split_row,
+    }
     return Loop(
         _spread,
-        (Array("uint16", 3), Array("uint8"), "int64", "int64", "int64", out, Array("uint8", written=True)),
-        {"round_row": ROUNDERS[dtype], "_are_numbers": _are_numbers, "_spread_parameters": _spread_parameters},
+        (Array("uint8"), "int64", Array(NATIVE_DTYPES[dtype], 2, written=True)),
+        {**helpers, **rows, **common},
     )
 
 
