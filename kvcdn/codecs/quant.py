@@ -132,8 +132,30 @@ def _split(stored: memoryview, count: int, bits: int) -> NDArray[np.uint8]:
     return codes
 
 
-def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
-    """Fills `out` with the rounded numbers. Raises CorruptError."""
+@dataclass(frozen=True)
+class GridPart:
+    """A part taken apart: exact rows at both ends, codes of so many bits in groups of so many tokens, and their parameters.
+
+    These are bits of bfloat16 numbers, [1 or 2, groups of tokens, heads, groups of values, 1], not looked at yet.
+    """
+
+    bits: int
+    group_tokens: int
+    group_values: int
+    lead: memoryview
+    trail: memoryview
+    parameters: NDArray[np.uint16]
+    codes: memoryview
+    middle: int
+    """Tokens that have codes."""
+
+    def checked(self, what: str) -> Floats:
+        """The parameters as float32. Raises CorruptError for one that is not finite, and for a negative step."""
+        return _checked(self.parameters, what)
+
+
+def parse_grid(encoded: Buffer, rows: Rows, what: str) -> GridPart:
+    """Takes a part apart. Raises CorruptError where its sizes are not those that belong."""
     tokens, heads, dim = rows.shape
     if len(encoded) < _HEADER.size:
         raise CorruptError(f"{what}: {len(encoded)} bytes are too few for numbers on grids")
@@ -142,26 +164,33 @@ def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None
     middle = tokens - lead - trail
     if not sound or dim % group_values or middle < 0:
         raise CorruptError(f"{what}: the numbers' grid is not possible")
-    row = len(out) // tokens
+    row = heads * dim * rows.typesize
     shape = (1 if centred else 2, -(-middle // group_tokens), heads, dim // group_values, 1)
     sizes = (lead * row, trail * row, 2 * math.prod(shape), -(-middle * heads * dim * bits // 8))
     if _HEADER.size + sum(sizes) != len(encoded):
         raise CorruptError(f"{what}: numbers on grids of {len(encoded)} bytes, {_HEADER.size + sum(sizes)} belong")
     first, last, stored, coded = _cut(memoryview(encoded)[_HEADER.size :], sizes)
-    out[: len(first)] = first
-    out[len(out) - len(last) :] = last
-    if not middle:
-        return
     parameters = np.frombuffer(stored, "<u2").reshape(shape)
-    place = out[lead * row : (lead + middle) * row]
+    return GridPart(bits, group_tokens, group_values, first, last, parameters, coded, middle)
+
+
+def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
+    """Fills `out` with the rounded numbers. Raises CorruptError."""
+    part = parse_grid(encoded, rows, what)
+    end = len(out) - len(part.trail)
+    out[: len(part.lead)] = part.lead
+    out[end:] = part.trail
+    if not part.middle:
+        return
+    place = out[len(part.lead) : end]
     spread = _SPREAD[rows.dtype].native()
     if spread is None:
-        _spread_by_numpy(_checked(parameters, what), coded, (bits, group_tokens), place, rows)
+        _spread_by_numpy(part.checked(what), part.codes, (part.bits, part.group_tokens), place, rows)
         return
-    target = np.frombuffer(place, NATIVE_DTYPES[rows.dtype]).reshape(middle, heads * dim)
+    target = np.frombuffer(place, NATIVE_DTYPES[rows.dtype]).reshape(part.middle, -1)
     sound = np.zeros(1, np.uint8)
-    table = parameters.reshape(*shape[:2], heads * dim // group_values)
-    spread(table, np.frombuffer(coded, np.uint8), bits, group_tokens, group_values, target, sound)
+    table = part.parameters.reshape(*part.parameters.shape[:2], -1)
+    spread(table, np.frombuffer(part.codes, np.uint8), part.bits, part.group_tokens, part.group_values, target, sound)
     if not sound[0]:
         raise _not_a_number(what)
 
