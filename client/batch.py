@@ -18,6 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcdn.client.answer import Answer, Prepared
+from kvcdn.client.forms import known_tokens
 from kvcdn.client.generation import Generation
 from kvcdn.client.loading.report import Report
 from kvcdn.client.rest import completed
@@ -73,8 +74,11 @@ def run_batch(client: Client, rows: Sequence[Row], started: float, options: Mapp
 
 
 def _padded(client: Client, rows: Sequence[Row], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    filler = next((token for token in (client.tokenizer.pad_token_id, client.tokenizer.eos_token_id) if token is not None), 0)
-    ids = torch.full((len(rows), length), int(filler), dtype=torch.long)
+    # A token that was added to the tokenizer alone has no row in the model.
+    known = known_tokens(client.model)
+    special = (client.tokenizer.pad_token_id, client.tokenizer.eos_token_id)
+    filler = next((int(token) for token in special if token is not None and (known is None or token < known)), 0)
+    ids = torch.full((len(rows), length), filler, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
         begin = length - len(row.prompt.token_ids)

@@ -28,7 +28,8 @@ from kvcdn.model.weights import sample_weights
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
-    from kvcdn.client.client import Client, PromptLike
+    from kvcdn.client.client import Client
+    from kvcdn.client.forms import PromptLike
     from kvcdn.model.load import LoadedModel
 
 

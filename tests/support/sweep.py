@@ -261,6 +261,7 @@ def document(found: list[Outcome]) -> str:
         "for rounding.",
         f"{counts['refused']} are *refused* by name.",
         f"{counts['not tried']} were *not tried*: no small model of them could be made by setting sizes.",
+        "Encoders (BERT and its kin) are tried as the decoders that `is_decoder` makes of them; else they keep no cache.",
         *([f"{counts['FAULT']} have a fault, which is not mended yet."] if counts["FAULT"] else []),
         "",
         "| model type | result | kinds of layers (FORMAT.md 2.3), or why |",
