@@ -6,42 +6,23 @@ Nothing is entropy-coded: that would save a few percent, and take more time than
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codec import Encoded, Rows
-from kvcdn.codecs.chunks import CHUNK, spread_chunk
-from kvcdn.codecs.compiled import Array, Loop, Uses
-from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats, to_float32, write_rounded
+from kvcdn.codecs.grids import CODE_BITS, HEADER, INFINITE, MAX_BITS, SIGN, SPREAD
+from kvcdn.codecs.numbers import NATIVE_DTYPES, Floats, to_float32, write_rounded
 from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
-
-_HEADER = struct.Struct("<BBBBHH")
-"""Bits, centred, exact rows in front, exact rows at the end, tokens and values of a group."""
-
-_HEADER_BYTES = _HEADER.size
-
-CODE_BITS = (4, 8)
-MAX_BITS = 8
 
 _PIECE_VALUES = 96 * 1024
 """Values decoded at a time: as float32 they stay in a core's cache, and their memory is reused without page faults."""
 
-_INFINITE = 0x7F80
-"""The exponent of bfloat16 infinities and NaN."""
-
-_SIGN = 0x8000
-
 _LOW = np.uint8(0x0F)
 _HALF_BYTE = np.uint8(4)
-
-
-Codes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -82,7 +63,7 @@ def encode_grid(raw: Buffer, rows: Rows, grid: Grid) -> Encoded | None:
     parameters = [] if grid.centred else [_upper(np.stack(offsets))] if offsets else []
     parameters += [_upper(np.stack(steps))] if steps else []
     row = len(bytes(raw)) // tokens
-    header = _HEADER.pack(grid.bits, grid.centred, lead, trail, grid.tokens, grid.values)
+    header = HEADER.pack(grid.bits, grid.centred, lead, trail, grid.tokens, grid.values)
     stored = (*parameters, _join(codes.reshape(-1), grid.bits))
     data = b"".join((header, raw[: lead * row], raw[(tokens - trail) * row :], *stored))
     out = bytearray(len(raw))
@@ -163,9 +144,9 @@ class GridPart:
 def parse_grid(encoded: Buffer, rows: Rows, what: str) -> GridPart:
     """Takes a part apart. Raises CorruptError where its sizes are not those that belong."""
     tokens, heads, dim = rows.shape
-    if len(encoded) < _HEADER.size:
+    if len(encoded) < HEADER.size:
         raise CorruptError(f"{what}: {len(encoded)} bytes are too few for numbers on grids")
-    bits, centred, lead, trail, group_tokens, group_values = _HEADER.unpack_from(encoded)
+    bits, centred, lead, trail, group_tokens, group_values = HEADER.unpack_from(encoded)
     sound = bits in CODE_BITS and centred <= 1 and group_tokens > 0 and 0 < group_values <= dim
     middle = tokens - lead - trail
     if not sound or dim % group_values or middle < 0:
@@ -173,9 +154,9 @@ def parse_grid(encoded: Buffer, rows: Rows, what: str) -> GridPart:
     row = heads * dim * rows.typesize
     shape = (1 if centred else 2, -(-middle // group_tokens), heads, dim // group_values, 1)
     sizes = (lead * row, trail * row, 2 * math.prod(shape), -(-middle * heads * dim * bits // 8))
-    if _HEADER.size + sum(sizes) != len(encoded):
-        raise CorruptError(f"{what}: numbers on grids of {len(encoded)} bytes, {_HEADER.size + sum(sizes)} belong")
-    first, last, stored, coded = _cut(memoryview(encoded)[_HEADER.size :], sizes)
+    if HEADER.size + sum(sizes) != len(encoded):
+        raise CorruptError(f"{what}: numbers on grids of {len(encoded)} bytes, {HEADER.size + sum(sizes)} belong")
+    first, last, stored, coded = _cut(memoryview(encoded)[HEADER.size :], sizes)
     parameters = np.frombuffer(stored, "<u2").reshape(shape)
     return GridPart(bits, group_tokens, group_values, first, last, parameters, coded, middle)
 
@@ -183,7 +164,7 @@ def parse_grid(encoded: Buffer, rows: Rows, what: str) -> GridPart:
 def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
     """Fills `out` with the rounded numbers. Raises CorruptError."""
     tokens, heads, dim = rows.shape
-    spread = _SPREAD[rows.dtype].native()
+    spread = SPREAD[rows.dtype].native()
     if spread is not None:
         target = np.frombuffer(out, NATIVE_DTYPES[rows.dtype]).reshape(tokens, heads * dim)
         if spread(np.frombuffer(encoded, np.uint8), dim, target):
@@ -216,140 +197,6 @@ def _spread_by_numpy(parameters: Floats, coded: memoryview, form: tuple[int, int
         numbers = _Numbers(codes, offsets, steps, group)
         for begin, end in numbers.pieces():
             write_rounded(numbers.of(begin, end), rows.dtype, place[begin * row : end * row])
-
-
-def _are_numbers(stored: NDArray[np.uint16]) -> bool:
-    """Whether all parameters are finite, and no step is negative."""
-    kinds, groups, columns = stored.shape
-    wrong = False
-    for kind in range(kinds):
-        forbidden = _SIGN if kind == kinds - 1 else 0
-        for group in range(groups):
-            for column in range(columns):
-                one = stored[kind, group, column]
-                wrong |= (one & _INFINITE == _INFINITE) | (one & forbidden != 0)
-    return not wrong
-
-
-def _spread_parameters(stored: NDArray[np.uint16], bits: int, group: int, width: int, steps: Floats, offsets: Floats) -> None:
-    """The step and the offset of each column, for the tokens of a group."""
-    step_bits, offset_bits = steps.view(np.uint32), offsets.view(np.uint32)
-    last, column = len(stored) - 1, 0
-    for place in range(stored.shape[2]):
-        step, offset = np.uint32(stored[last, group, place]) << 16, np.uint32(stored[0, group, place]) << 16
-        for _ in range(width):
-            step_bits[column], offset_bits[column] = step, offset
-            column += 1
-    if not last:
-        for column in range(len(steps)):
-            offsets[column] = np.float32(-(1 << (bits - 1))) * steps[column]
-
-
-def _spread_rows(  # noqa: PLR0913, PLR0917 - a piece of one loop, over arrays
-    coded: Codes, source: int, shift: int, mask: int, steps: Floats, offsets: Floats, out: NDArray[Any], first: int, end: int
-) -> None:
-    """Rounds numbers into the rows `first` to `end`; their codes are in bytes from `source` on, as `spread_chunk` has them."""
-    columns = len(steps)
-    row = np.empty(columns, np.float32)
-    bits = row.view(np.uint32)
-    for token in range(first, end):
-        begin = source + (token - first) * columns
-        for column in range(columns):
-            row[column] = np.float32(np.uint8((coded[begin + column] >> shift) & mask)) * steps[column] + offsets[column]
-        round_row(row, bits, out, token)
-
-
-round_row = ROUNDERS["bfloat16"]
-"""In each loop, the one of its dtype."""
-
-
-def _spread_rows_in_chunks(  # noqa: PLR0913, PLR0917 - as above
-    coded: Codes, source: int, shift: int, mask: int, steps: Floats, offsets: Floats, out: NDArray[Any], first: int, end: int
-) -> None:
-    """`_spread_rows` of bfloat16. The last chunk of a row may overlap the one before it."""
-    columns = len(steps)
-    if columns < CHUNK:
-        _spread_rows(coded, source, shift, mask, steps, offsets, out, first, end)
-        return
-    for token in range(first, end):
-        begin = source + (token - first) * columns
-        for chunk in range(0, columns, CHUNK):
-            column = min(chunk, columns - CHUNK)
-            spread_chunk(coded, begin + column, shift, mask, steps, offsets, column, out, token * columns + column)
-
-
-def _spread_split_row(coded: Codes, first: int, steps: Floats, offsets: Floats, out: NDArray[Any], token: int) -> None:
-    """The row, of 4 bits a code, whose numbers from `first` on are the last in lower halves and the first in upper ones."""
-    row, half = np.empty(len(steps), np.float32), len(coded)
-    for column in range(len(row)):
-        number = first + column
-        code = coded[number] & 15 if number < half else coded[number - half] >> 4
-        row[column] = np.float32(np.uint8(code)) * steps[column] + offsets[column]
-    round_row(row, row.view(np.uint32), out, token)
-
-
-def _spread(encoded: Codes, dim: int, out: NDArray[Any]) -> bool:
-    """Rounds the numbers of a part into `out` [tokens, heads x dim]; False where it is not sound, with nothing written."""
-    tokens, columns = out.shape
-    if len(encoded) < _HEADER_BYTES:
-        return False
-    bits, centred, lead, trail = np.int64(encoded[0]), np.int64(encoded[1]), np.int64(encoded[2]), np.int64(encoded[3])
-    group, width = encoded[4] | np.int64(encoded[5]) << 8, encoded[6] | np.int64(encoded[7]) << 8
-    middle = tokens - lead - trail
-    if bits not in CODE_BITS or centred > 1 or not group or not width or dim % width or middle < 0:
-        return False
-    kinds, groups, each = 2 - centred, (middle + group - 1) // group, columns // width
-    row_bytes = columns * out.itemsize
-    last = _HEADER_BYTES + lead * row_bytes
-    stored = last + trail * row_bytes
-    begin = stored + 2 * kinds * groups * each
-    half = (middle * columns * bits + 7) // 8
-    if begin + half != len(encoded):
-        return False
-    parameters, coded = encoded[stored:begin].view(np.uint16).reshape(kinds, groups, each), encoded[begin:]
-    if not _are_numbers(parameters):
-        return False
-    places = out.reshape(out.size).view(np.uint8)
-    places[: lead * row_bytes] = encoded[_HEADER_BYTES:last]
-    places[(tokens - trail) * row_bytes :] = encoded[last:stored]
-    steps, offsets = np.empty(columns, np.float32), np.empty(columns, np.float32)
-    # Rows whose codes are in lower halves of bytes, and the first of those whose codes are in upper ones.
-    low, high = (middle, middle) if bits == MAX_BITS else (half // columns, (half + columns - 1) // columns)
-    mask = 255 if bits == MAX_BITS else 15
-    for number in range(groups):
-        _spread_parameters(parameters, int(bits), number, int(width), steps, offsets)
-        begin, end = number * group, min((number + 1) * group, middle)
-        if begin < low:
-            spread_rows(coded, begin * columns, 0, mask, steps, offsets, out, lead + begin, lead + min(end, low))
-        if begin <= low < min(end, high):
-            _spread_split_row(coded, low * columns, steps, offsets, out, lead + low)
-        if end > high:
-            begin = max(begin, high)
-            spread_rows(coded, begin * columns - half, 4, mask, steps, offsets, out, lead + begin, lead + end)
-    return True
-
-
-spread_rows = _spread_rows_in_chunks
-"""In each loop, the one of its dtype."""
-
-
-def _spread_loop(dtype: str) -> Loop[Codes, int, NDArray[Any]]:
-    helpers: Uses = {"round_row": ROUNDERS[dtype], "_spread_rows": _spread_rows}
-    in_chunks: Uses = {"spread_chunk": spread_chunk, "spread_rows": _spread_rows_in_chunks}
-    rows: Uses = in_chunks if dtype == "bfloat16" else {"spread_rows": _spread_rows}
-    common: Uses = {
-        "_are_numbers": _are_numbers,
-        "_spread_parameters": _spread_parameters,
-        "_spread_split_row": _spread_split_row,
-    }
-    return Loop(
-        _spread,
-        (Array("uint8"), "int64", Array(NATIVE_DTYPES[dtype], 2, written=True)),
-        {**helpers, **rows, **common},
-    )
-
-
-_SPREAD = {dtype: _spread_loop(dtype) for dtype in ROUNDERS}
 
 
 class _Numbers:
@@ -395,7 +242,7 @@ def _cut(data: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 
 def _checked(stored: NDArray[np.uint16], what: str) -> Floats:
     """The parameters as float32. Raises CorruptError for one that is not finite, and for a negative step."""
-    if ((stored & _INFINITE) == _INFINITE).any() or (stored[-1] & _SIGN).any():
+    if ((stored & INFINITE) == INFINITE).any() or (stored[-1] & SIGN).any():
         raise _not_a_number(what)
     return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
