@@ -138,6 +138,43 @@ def _split(stored: memoryview, count: int, bits: int) -> NDArray[np.uint8]:
     return codes
 
 
+@dataclass(frozen=True)
+class GridPart:
+    """A part taken apart: exact rows at both ends, codes of so many bits in groups of so many tokens, and their parameters.
+
+    These are bits of bfloat16 numbers, [1 or 2, groups of tokens, heads, groups of values, 1], not looked at yet.
+    """
+
+    bits: int
+    group_tokens: int
+    lead: memoryview
+    trail: memoryview
+    parameters: NDArray[np.uint16]
+    codes: memoryview
+    middle: int
+    """Tokens that have codes."""
+
+
+def parse_grid(encoded: Buffer, rows: Rows, what: str) -> GridPart:
+    """Takes a part apart. Raises CorruptError where its sizes are not those that belong."""
+    tokens, heads, dim = rows.shape
+    if len(encoded) < _HEADER.size:
+        raise CorruptError(f"{what}: {len(encoded)} bytes are too few for numbers on grids")
+    bits, centred, lead, trail, group_tokens, group_values = _HEADER.unpack_from(encoded)
+    sound = bits in CODE_BITS and centred <= 1 and group_tokens > 0 and 0 < group_values <= dim
+    middle = tokens - lead - trail
+    if not sound or dim % group_values or middle < 0:
+        raise CorruptError(f"{what}: the numbers' grid is not possible")
+    row = heads * dim * rows.typesize
+    shape = (1 if centred else 2, -(-middle // group_tokens), heads, dim // group_values, 1)
+    sizes = (lead * row, trail * row, 2 * math.prod(shape), -(-middle * heads * dim * bits // 8))
+    if _HEADER.size + sum(sizes) != len(encoded):
+        raise CorruptError(f"{what}: numbers on grids of {len(encoded)} bytes, {_HEADER.size + sum(sizes)} belong")
+    first, last, stored, coded = _cut(memoryview(encoded)[_HEADER.size :], sizes)
+    parameters = np.frombuffer(stored, "<u2").reshape(shape)
+    return GridPart(bits, group_tokens, first, last, parameters, coded, middle)
+
+
 def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
     """Fills `out` with the rounded numbers. Raises CorruptError."""
     tokens, heads, dim = rows.shape
@@ -151,25 +188,13 @@ def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None
 
 def _decode_by_numpy(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
     """The same, and says what is wrong."""
-    tokens, heads, dim = rows.shape
-    if len(encoded) < _HEADER.size:
-        raise CorruptError(f"{what}: {len(encoded)} bytes are too few for numbers on grids")
-    bits, centred, lead, trail, group_tokens, group_values = _HEADER.unpack_from(encoded)
-    sound = bits in CODE_BITS and centred <= 1 and group_tokens > 0 and 0 < group_values <= dim
-    middle = tokens - lead - trail
-    if not sound or dim % group_values or middle < 0:
-        raise CorruptError(f"{what}: the numbers' grid is not possible")
-    row = len(out) // tokens
-    shape = (1 if centred else 2, -(-middle // group_tokens), heads, dim // group_values, 1)
-    sizes = (lead * row, trail * row, 2 * math.prod(shape), -(-middle * heads * dim * bits // 8))
-    if _HEADER.size + sum(sizes) != len(encoded):
-        raise CorruptError(f"{what}: numbers on grids of {len(encoded)} bytes, {_HEADER.size + sum(sizes)} belong")
-    first, last, stored, coded = _cut(memoryview(encoded)[_HEADER.size :], sizes)
-    out[: len(first)] = first
-    out[len(out) - len(last) :] = last
-    if middle:
-        parameters = _checked(np.frombuffer(stored, "<u2").reshape(shape), what)
-        _spread_by_numpy(parameters, coded, (bits, group_tokens), out[lead * row : (lead + middle) * row], rows)
+    part = parse_grid(encoded, rows, what)
+    end = len(out) - len(part.trail)
+    out[: len(part.lead)] = part.lead
+    out[end:] = part.trail
+    if part.middle:
+        place = out[len(part.lead) : end]
+        _spread_by_numpy(checked(part.parameters, what), part.codes, (part.bits, part.group_tokens), place, rows)
 
 
 def _spread_by_numpy(parameters: Floats, coded: memoryview, form: tuple[int, int], place: memoryview, rows: Rows) -> None:
@@ -363,7 +388,7 @@ def _cut(data: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
         start += size
 
 
-def _checked(stored: NDArray[np.uint16], what: str) -> Floats:
+def checked(stored: NDArray[np.uint16], what: str) -> Floats:
     """The parameters as float32. Raises CorruptError for one that is not finite, and for a negative step."""
     if ((stored & _INFINITE) == _INFINITE).any() or (stored[-1] & _SIGN).any():
         raise _not_a_number(what)
