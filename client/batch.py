@@ -91,6 +91,8 @@ def _joined(client: Client, rows: Sequence[Row], pads: Sequence[int], length: in
     if not any(row.cached for row in rows):
         return 0, None
     loaded = client.current()
+    if not loaded.reads(max(len(row.prompt.token_ids) for row in rows)):
+        return 0, None  # one long row has the keys of all made otherwise
     specs = loaded.identity.layout.layers
     if all(spec.kind in ("kv", "indexed") and not spec.states for spec in specs):
         place = min(pad + row.cached for pad, row in zip(pads, rows, strict=True))

@@ -308,8 +308,9 @@ class Client:
 
     def guard(self, cache: Cache, prompt: Prompt) -> None:
         """Compares passes beside `cache` with `prompt` and the model as it is now, until the client is closed."""
-        mark(cache, prompt.token_ids, ModelState.of(self.current()))
-        self._guard = self._guard or Guard(self.model, lambda: ModelState.of(self.current()))
+        loaded = self.current()
+        mark(cache, prompt.token_ids, ModelState.of(loaded))
+        self._guard = self._guard or Guard(self.model, lambda: ModelState.of(self.current()), loaded.steady_tokens)
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
         aim = self._aim.changed_by(options)
@@ -362,6 +363,7 @@ class Client:
         tally = None if self._usage is None else self._usage.begin(report)
         try:
             loaded = self.current()
+            loaded.require_steady(len(prompt.token_ids))
         except UnsupportedModelError as error:
             report.miss(error)
             return report, None

@@ -28,10 +28,11 @@ from kvcdn.model.fingerprint import fingerprint_checkpoint, flat_config, relevan
 from kvcdn.model.place import device_of, layer_devices
 from kvcdn.model.probe import probe_layout
 from kvcdn.model.processor import describe_devices
+from kvcdn.model.rope import steady_tokens
 from kvcdn.model.weights import require_checkpoint_weights
 from kvcdn.producer import MAX_TEXT, Producer
 
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, StrictDataclassError)
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError)
 """What transformers raises for files it cannot make a model or a tokenizer of."""
 
 
@@ -94,6 +95,23 @@ class LoadedModel:
             attention=str(self.model.config._attn_implementation),  # noqa: SLF001 - the library offers no public name
             chunk_tokens=self.identity.layout.block_tokens,
         )
+
+    @property
+    def steady_tokens(self) -> int | None:
+        """The most tokens of a prompt whose keys do not hang on how many there are; None for any number."""
+        return steady_tokens(self.model.config.get_text_config(decoder=True))
+
+    def reads(self, tokens: int) -> bool:
+        """Whether a prompt of `tokens` tokens has the cache of its beginning that is published."""
+        return self.steady_tokens is None or tokens <= self.steady_tokens
+
+    def require_steady(self, tokens: int) -> None:
+        """Raises UnsupportedModelError for a prompt that is read with another rope than shorter ones."""
+        if not self.reads(tokens):
+            raise UnsupportedModelError(
+                f"{self.identity.name} reads more than {self.steady_tokens:,} tokens with another rope, so that a prefix has"
+                f" other keys there; here are {tokens:,}"
+            )
 
     @property
     def max_positions(self) -> int | None:

@@ -7,18 +7,16 @@ model has one mask, the causal one, for all its layers, and where two short pass
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from kvcdn.digest import hash_bytes
 from kvcdn.layout import Layout
 from kvcdn.model.cache import CacheLayer, beside, build_cache, make_layers
+from kvcdn.model.configuration import configuration_key
 from kvcdn.model.layers import TORCH_DTYPES
 from kvcdn.model.place import layer_devices, on_cpu
 from kvcdn.model.remembered import Remembered
@@ -51,7 +49,7 @@ def _is_taken(model: PreTrainedModel, body: Any, layout: Layout) -> bool:
         return False
     found = _taken.get(model)
     if found is None:
-        memory, key = Remembered("masks"), _key(model)
+        memory, key = Remembered("masks"), configuration_key(model)
         known = memory.get(key)
         found = known if isinstance(known, bool) else _computes_the_same(model, body, layout)
         if known is not found:
@@ -70,12 +68,6 @@ def _has_one_mask(model: PreTrainedModel, layout: Layout) -> bool:
         and not any(getattr(config, name, None) for name in _OTHER_MASKS)
         and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
     )
-
-
-def _key(model: PreTrainedModel) -> str:
-    """The weights do not matter to what a model makes of a mask."""
-    config = json.dumps([type(model).__name__, model.config.to_dict()], sort_keys=True, default=str)
-    return f"{hash_bytes(config.encode())} {model.dtype} transformers={transformers.__version__} torch={torch.__version__}"
 
 
 def _computes_the_same(model: PreTrainedModel, body: Any, layout: Layout) -> bool:
