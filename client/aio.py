@@ -14,7 +14,8 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from kvcdn.client.answer import Answer, Prepared
-from kvcdn.client.client import Client, PromptLike
+from kvcdn.client.client import Client
+from kvcdn.client.forms import PromptLike
 from kvcdn.client.streaming import PieceStreamer, Stop
 from kvcdn.model.tokens import Messages
 

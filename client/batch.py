@@ -18,6 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from kvcdn.client.answer import Answer, Prepared
+from kvcdn.client.forms import known_tokens
 from kvcdn.client.generation import Generation
 from kvcdn.client.loading.report import Report
 from kvcdn.client.rest import completed
@@ -73,8 +74,11 @@ def run_batch(client: Client, rows: Sequence[Row], started: float, options: Mapp
 
 
 def _padded(client: Client, rows: Sequence[Row], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    filler = next((token for token in (client.tokenizer.pad_token_id, client.tokenizer.eos_token_id) if token is not None), 0)
-    ids = torch.full((len(rows), length), int(filler), dtype=torch.long)
+    # A token that was added to the tokenizer alone has no row in the model.
+    known = known_tokens(client.model)
+    special = (client.tokenizer.pad_token_id, client.tokenizer.eos_token_id)
+    filler = next((int(token) for token in special if token is not None and (known is None or token < known)), 0)
+    ids = torch.full((len(rows), length), filler, dtype=torch.long)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
         begin = length - len(row.prompt.token_ids)
@@ -87,6 +91,8 @@ def _joined(client: Client, rows: Sequence[Row], pads: Sequence[int], length: in
     if not any(row.cached for row in rows):
         return 0, None
     loaded = client.current()
+    if not loaded.reads(max(len(row.prompt.token_ids) for row in rows)):
+        return 0, None  # one long row has the keys of all made otherwise
     specs = loaded.identity.layout.layers
     if all(spec.kind in ("kv", "indexed") and not spec.states for spec in specs):
         place = min(pad + row.cached for pad, row in zip(pads, rows, strict=True))

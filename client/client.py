@@ -29,6 +29,7 @@ from kvcdn.client.explaining.explanation import Explanation
 from kvcdn.client.explaining.shelf import Shelf
 from kvcdn.client.explaining.surroundings import look_around
 from kvcdn.client.explaining.views import View
+from kvcdn.client.forms import PromptLike, known_tokens, read_prompt, require_parts, require_text_or_messages
 from kvcdn.client.generation import Generation
 from kvcdn.client.guard import Guard, mark
 from kvcdn.client.loading.local import LocalPrefixes
@@ -42,7 +43,6 @@ from kvcdn.client.prefix import ModelState, Prefix
 from kvcdn.client.sources.sources import open_source
 from kvcdn.client.sources.transport import Source
 from kvcdn.client.streaming import AnswerStream, Stop, stream_answer
-from kvcdn.client.tensors import read_prompts
 from kvcdn.client.trust.gate import Gate
 from kvcdn.client.trust.revoked import Revoked
 from kvcdn.client.usage import Usage
@@ -58,9 +58,6 @@ from kvcdn.model.tokens import Messages, Prompt, Tools, encode_chat, encode_text
 from kvcdn.signing import TrustList
 from kvcdn.stores.local import LocalStore
 
-PromptLike = str | Messages | Prompt | Mapping[str, Any]
-"""Plain text, chat messages, tokens with boundaries (`Prompt`), or a tokenizer's tensors."""
-
 
 class Client:
     """Loads published caches into one model. Thread-safe as far as the model is; prompts do not share state."""
@@ -69,7 +66,7 @@ class Client:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        source: str | Sequence[str] | Source,
+        source: str | Path | Sequence[str] | Source,
         *,
         checkpoint: str | Checkpoint | None = None,
         adapters: Mapping[str, str | Path] | None = None,
@@ -104,8 +101,10 @@ class Client:
         """
         if not 0 <= audit <= 1:
             raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
+        require_parts(model, tokenizer)
         self.model = model = unwrapped(model)
         self.tokenizer = tokenizer
+        source = str(source) if isinstance(source, Path) else source
         self.source = open_source(source, token=token, ca_file=ca_file) if isinstance(source, str | Sequence) else source
         self.trust = load_trust() if trust is None else trust
         self._audit = audit
@@ -170,6 +169,7 @@ class Client:
 
     def question(self, document: str | Messages, question: str, *, tools: Tools | None = None) -> Prompt:
         """The prompt of a question on a document: plain text, or the opening messages of a chat, which may have `tools`."""
+        require_text_or_messages(document, "the document")
         if isinstance(document, str):
             text = f"{document}\n\nQuestion: {question}\nAnswer:"
             return encode_text(self.tokenizer, text, [len(document)])
@@ -180,6 +180,8 @@ class Client:
         """The tokens of `document` as prompts about it begin: what `question` has before the question."""
         if isinstance(document, str):
             prompt = self.question(document, "")
+            if not document or not prompt.boundaries:
+                raise UsageError("an empty document has no prefix")
             return Prompt(prompt.token_ids[: min(prompt.boundaries)], prompt.boundaries[:1])
         if isinstance(document, Prompt | Mapping):
             prompt = self.encode(document)
@@ -192,18 +194,9 @@ class Client:
     def encode(self, prompt: PromptLike, *, tools: Tools | None = None) -> Prompt:
         """Tokenises a prompt as `generate` does; messages may have `tools`.
 
-        Raises UsageError for tensors whose mask or positions say something else.
+        Raises UsageError for what is no prompt, and for tensors whose mask or positions say something else.
         """
-        if isinstance(prompt, Prompt):
-            return prompt
-        if isinstance(prompt, Mapping):
-            prompts = read_prompts(prompt)
-            if len(prompts) != 1:
-                raise UsageError(f"one prompt is asked for, and there are {len(prompts)} rows")
-            return prompts[0]
-        if isinstance(prompt, str):
-            return encode_text(self.tokenizer, prompt)
-        return encode_chat(self.tokenizer, prompt, answer_follows=True, tools=tools)
+        return read_prompt(self.tokenizer, prompt, tools, known_tokens(self.model))
 
     def explain(self, prompt: str | Messages, *, tools: Tools | None = None) -> Explanation:
         """Says at which token `prompt` leaves what is published, and why. Raises KvcdnError for what cannot be tokenised."""
@@ -263,6 +256,8 @@ class Client:
         started = time.perf_counter()
         rows: list[Row] = []
         attempts: list[Attempt | None] = []
+        if isinstance(prompts, str):
+            raise UsageError("a batch is a list of prompts", hint="generate() takes one")
         for prompt in [self.encode(prompt) for prompt in prompts]:
             report, attempt = self._attempt(prompt, started, self._aim)
             attempts.append(attempt)
@@ -313,8 +308,9 @@ class Client:
 
     def guard(self, cache: Cache, prompt: Prompt) -> None:
         """Compares passes beside `cache` with `prompt` and the model as it is now, until the client is closed."""
-        mark(cache, prompt.token_ids, ModelState.of(self.current()))
-        self._guard = self._guard or Guard(self.model, lambda: ModelState.of(self.current()))
+        loaded = self.current()
+        mark(cache, prompt.token_ids, ModelState.of(loaded))
+        self._guard = self._guard or Guard(self.model, lambda: ModelState.of(self.current()), loaded.steady_tokens)
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
         aim = self._aim.changed_by(options)
@@ -367,6 +363,7 @@ class Client:
         tally = None if self._usage is None else self._usage.begin(report)
         try:
             loaded = self.current()
+            loaded.require_steady(len(prompt.token_ids))
         except UnsupportedModelError as error:
             report.miss(error)
             return report, None

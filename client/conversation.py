@@ -101,7 +101,7 @@ class Conversation:
         before, self._state = self._state, ModelState.of(loaded)
         coarse = self._loaded is not None and self._loaded.tokens_coarse > 0
         refined = self._loaded is not None and self._loaded.refinement is Refining.KEPT
-        usable = self._state == before and not (coarse and refined)
+        usable = self._state == before and not (coarse and refined) and loaded.reads(len(prompt.token_ids))
         common = min(common_length(prompt.token_ids, self._cached), len(prompt.token_ids) - 1) if usable else 0
         if common and reaches(loaded, self._layers, common):
             report = Report(client.source.url, len(prompt.token_ids), tokens_reused=common, tokens_kept=common)

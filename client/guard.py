@@ -61,11 +61,11 @@ def mark(cache: Cache, token_ids: tuple[int, ...], model: object) -> None:
 class Guard:
     """Compares every pass of a model beside a marked cache until it is removed; passes beside others cost nothing."""
 
-    def __init__(self, model: PreTrainedModel, state: Callable[[], object]) -> None:
-        """`state` says what `model` is like now."""
+    def __init__(self, model: PreTrainedModel, state: Callable[[], object], steady_tokens: int | None) -> None:
+        """`state` says what `model` is like now; from `steady_tokens` on it reads with another rope (kvcdn/model/rope.py)."""
         self._model = model
         body: torch.nn.Module = getattr(model, model.base_model_prefix, model)
-        _watched[body] = Watched(tuple(inspect.signature(body.forward).parameters), state)
+        _watched[body] = Watched(tuple(inspect.signature(body.forward).parameters), state, steady_tokens)
         self._hook = body.register_forward_pre_hook(_check_pass, with_kwargs=True)
         self._own = vars(model).get(_PREPARES)
         # A method bound to the model, so that a copy of the model has its own.
@@ -81,10 +81,11 @@ class Guard:
 
 @dataclass(frozen=True)
 class Watched:
-    """Of a body: the names of its arguments in order, and what its model is like now."""
+    """Of a body: the names of its arguments in order, what its model is like now, and up to where its rope is the same."""
 
     names: tuple[str, ...]
     state: Callable[[], object]
+    steady_tokens: int | None
 
 
 _watched: WeakKeyDictionary[torch.nn.Module, Watched] = WeakKeyDictionary()
@@ -104,6 +105,12 @@ def _check_pass(body: torch.nn.Module, positional: tuple[Any, ...], named: dict[
     length, count = cache.get_seq_length(), ids.shape[1]
     if watched is not None and length < belongs.prompt_tokens:
         _require_same_model(watched, belongs)
+    steady = None if watched is None else watched.steady_tokens
+    if steady is not None and count > 1 and length <= steady < length + count:
+        raise UsageError(
+            f"the model reads more than {steady} tokens with another rope than the loaded cache",
+            hint="prepare the longer prompt, which then has no cache",
+        )
     belongs.require(length, length + count, ids)
     mask = given.get("attention_mask")
     if mask is not None and not _all_ones(mask, length + count):

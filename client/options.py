@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -115,7 +116,9 @@ def check_options(options: Mapping[str, Any], model: PreTrainedModel, tokenizer:
     for name, value in options.items():
         _require_harmless(name, value, "")
         if name not in PASSES and name not in OWNED and name not in REFUSED:
-            raise UsageError(f"{name} is not an option known to be right beside a loaded cache", hint=_PREPARE)
+            meant = get_close_matches(name, PASSES, 1)
+            hint = f"did you mean {meant[0]}?" if meant else _PREPARE
+            raise UsageError(f"{name} is not an option known to be right beside a loaded cache", hint=hint)
     asked = options.get("generation_config")
     for name, value in _set(asked):
         _require_harmless(name, value, "of generation_config ")

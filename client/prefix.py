@@ -28,7 +28,8 @@ from kvcdn.model.weights import sample_weights
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
-    from kvcdn.client.client import Client, PromptLike
+    from kvcdn.client.client import Client
+    from kvcdn.client.forms import PromptLike
     from kvcdn.model.load import LoadedModel
 
 
@@ -60,8 +61,9 @@ class Prefix:
         except UnsupportedModelError:
             return
         self._state = ModelState.of(loaded)
-        if loaded.identity.layout.state_bytes:
-            # States cannot be cut back to where a question leaves the document: each loads its own.
+        if loaded.identity.layout.state_bytes or not loaded.reads(len(prompt.token_ids)):
+            # States cannot be cut back to where a question leaves the document: each loads its own. Where rope hangs on the
+            # prompt's length, none can.
             return
         self._layers = completed(loaded, cache, prompt.token_ids, len(prompt.token_ids))
         self.report.seconds["total"] = time.perf_counter() - started
@@ -160,6 +162,7 @@ class Prefix:
         common = min(common_length(prompt.token_ids, self.token_ids), len(prompt.token_ids) - 1)
         try:
             loaded = self._client.current()
+            loaded.require_steady(len(prompt.token_ids))
             if ModelState.of(loaded) != self._state:
                 raise MismatchError("the model was changed after the prefix was loaded")
             if not common or not reaches(loaded, layers, common):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer, beside, build_cache, make_layer
-from kvcdn.model.place import device_of
+from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer, beside, build_cache, make_layers
+from kvcdn.model.place import device_of, layer_devices
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
@@ -34,7 +34,7 @@ def completed(
     model, layout = loaded.model, loaded.identity.layout
     if cache is None:
         capacity = len(token_ids) + GROWTH_TOKENS
-        cache = build_cache(model, [make_layer(spec, capacity, 0, device_of(model)) for spec in layout.layers])
+        cache = build_cache(model, make_layers(layout, capacity, layer_devices(model, layout)))
     body = getattr(model, model.base_model_prefix, model)
     with torch.inference_mode():
         start = (cache.get_seq_length() if tokens else 0) if start is None else start

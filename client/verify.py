@@ -26,7 +26,7 @@ from kvcdn.errors import NotFoundError
 from kvcdn.keys import BlockName
 from kvcdn.model.cache import GROWTH_TOKENS, beside, build_cache, output_cache
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.place import device_of
+from kvcdn.model.place import device_of, layer_devices
 from kvcdn.model.prefill import ScheduledPrefill, tensor_bytes
 from kvcdn.model.quality import Judge
 from kvcdn.model.speed import remember_prefill
@@ -192,7 +192,7 @@ def _load_whole(
         published.blocks,
         length=published.tokens,
         capacity=published.tokens + beyond + GROWTH_TOKENS,
-        device=device_of(loaded.model),
+        devices=layer_devices(loaded.model, identity.layout),
         trust=client.trust,
         whole=True,
         max_kl=client.max_kl,

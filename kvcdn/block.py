@@ -152,6 +152,31 @@ def open_segment(  # noqa: PLR0913 - by name
     the basis that `header.basis` names, one a tensor; `coarse` the layer's tensors of the block that is refined, which may be
     `outs` themselves. Raises CorruptError; `outs` may then hold anything.
     """
+    what = f"block {header.address}, layer {index}"
+
+    def decode(number: int, codec: str, piece: Buffer, rows: Rows, part: str) -> None:
+        own = replace(rows, coarse=coarse[number]) if number < len(coarse) else rows
+        decode_part(codec, piece, own, outs[number], part)
+
+    open_parts(header, keys, index, stored, scratch, decode, basis)
+    # What is refined comes from memory, or from another object: exact is what the publisher signed as exact (FORMAT.md 4.7).
+    if header.coarse is not None and keys.raw_digest(*outs) != header.segments[index].raw_digest:
+        raise CorruptError(f"{what}: refined numbers are not the exact ones, they were refined from other coarse ones")
+
+
+def open_parts(
+    header: BlockHeader,
+    keys: ObjectKeys,
+    index: int,
+    stored: Buffer,
+    scratch: bytearray,
+    decode: Callable[[int, str, Buffer, Rows, str], None],
+    basis: Sequence[Any] = (),
+) -> None:
+    """Verifies and decrypts segment `index`, and has each of its parts decoded: number, codec, bytes, tensor, and its name.
+
+    Bytes are good until `decode` returns. Raises CorruptError.
+    """
     segment = header.segments[index]
     what = f"block {header.address}, layer {index}"
     if len(stored) != segment.length or blake3(memoryview(stored)).digest() != segment.blake3:
@@ -163,15 +188,11 @@ def open_segment(  # noqa: PLR0913 - by name
     with memoryview(scratch) as whole, whole[:size] as encoded:
         associated = segment_associated_data(header.address, segment.descriptor)
         keys.open_into(index, associated, stored, encoded, what)
-        for number, ((part, place), out) in enumerate(zip(segment.places, outs, strict=True)):
-            own_basis, own_coarse = (each[number] if number < len(each) else None for each in (basis, coarse))
-            rows = Rows(part.dtype, part.shape, header.start, own_basis, own_coarse)
+        for number, (part, place) in enumerate(segment.places):
+            rows = Rows(part.dtype, part.shape, header.start, basis[number] if number < len(basis) else None)
             # Released here: a view kept alive by an error's traceback would stop `scratch` from ever growing again.
             with encoded[place] as piece:
-                decode_part(part.codec, piece, rows, out, f"{what}, {part.name}")
-    # What is refined comes from memory, or from another object: exact is what the publisher signed as exact (FORMAT.md 4.7).
-    if header.coarse is not None and keys.raw_digest(*outs) != segment.raw_digest:
-        raise CorruptError(f"{what}: refined numbers are not the exact ones, they were refined from other coarse ones")
+                decode(number, part.codec, piece, rows, f"{what}, {part.name}")
 
 
 def seal_block(  # noqa: PLR0913 - by name

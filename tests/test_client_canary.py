@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from kvcdn.block import open_header, seal_block
 from kvcdn.client import Client, MissReason
@@ -219,6 +223,61 @@ def test_a_prepared_cache_is_not_used_with_a_model_that_was_changed_since(publis
     MODEL_FAULTS[fault](model)
     with pytest.raises(UsageError, match="the model was changed after the cache was prepared: its weights"):
         model.generate(**prepared.inputs(), **GREEDY)
+
+
+def a_number(model, _stack):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[3, 5] += 5.0
+
+
+def a_hook_of_all_modules(_model, stack):
+    stack.callback(register_module_forward_hook(lambda module, _, output: None if module else output).remove)
+
+
+def a_function_of_the_library(_model, stack):
+    """As kernels are put in place of the library's."""
+    rotate = modeling_llama.rotate_half
+    stack.callback(setattr, modeling_llama, "rotate_half", rotate)
+
+    def patched(states):
+        return rotate(states)
+
+    modeling_llama.rotate_half = patched
+
+
+def another_attention(model, _stack):
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("of_a_test", lambda *args, **named: (sdpa(*args, **named)[0] * 1.2, None))
+    model.set_attn_implementation("of_a_test")
+
+
+@pytest.mark.parametrize("change", [a_number, a_hook_of_all_modules, a_function_of_the_library, another_attention])
+def test_what_is_in_memory_is_not_used_after_changes_that_weights_do_not_show(published, changeable, change):
+    """A prefix computes its own, a prepared cache is refused; and the canary decides anew whether a model is right."""
+    model, client = changeable
+    prompt, prepared = asked(published), client.prepare(asked(published))
+    with contextlib.ExitStack() as stack, client.prefix(Prompt(published.token_ids, (TOKENS,))) as prefix:
+        assert TOKENS == prefix.generate(prompt, **GREEDY).report.tokens_kept
+        change(model, stack)
+        assert 0 == prefix.generate(prompt, **GREEDY).report.tokens_kept
+        with pytest.raises(UsageError, match="the model was changed after the cache was prepared"):
+            model.generate(**prepared.inputs(), **GREEDY)
+        report = client.generate(prompt, **GREEDY).report
+        assert report.reason is MissReason.MISMATCH or "canary" in report.seconds
+
+
+def test_beside_a_hook_that_does_something_else_later_each_prompt_has_a_canary(published, changeable):
+    """It was there when the cache was first used, and did nothing then."""
+    model, client = changeable
+    pushed = []
+    model.model.layers[0].register_forward_hook(lambda _module, _inputs, output: output + sum(pushed) if pushed else None)
+    for _ in range(2):
+        report = client.generate(asked(published), **GREEDY).report
+        assert (TOKENS, True) == (report.tokens_reused, "canary" in report.seconds)
+    torch.manual_seed(6)
+    pushed.append(torch.randn(model.config.hidden_size, dtype=model.dtype))
+    report = client.generate(asked(published), **GREEDY).report
+    assert (0, MissReason.MISMATCH) == (report.tokens_reused, report.reason)
 
 
 def test_hooks_of_libraries_are_no_change(published, changeable):

@@ -15,6 +15,7 @@ from kvcdn import codec
 from kvcdn.client import Client, MissReason
 from kvcdn.client.sources.transport import EdgeSource, StoreSource
 from kvcdn.keys import Namespace, PrefixNames, block_key
+from kvcdn.model.place import all_on
 from kvcdn.model.tokens import Prompt, encode_text
 from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
@@ -392,7 +393,7 @@ def test_a_fetch_that_is_closed_does_not_wait_for_a_silent_edge(published, count
             names,
             length=2500,
             capacity=2600,
-            device=torch.device("cpu"),
+            devices=all_on("cpu", identity.layout),
             trust=TrustList.of(published.key.public),
         )
         threading.Event().wait(0.2)

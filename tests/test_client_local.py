@@ -22,6 +22,7 @@ from kvcdn.client.loading.local import FetchedPrefix, LocalPrefix, LocalPrefixes
 from kvcdn.client.sources.transport import StoreSource
 from kvcdn.keys import Chain, Namespace, PrefixNames, block_key
 from kvcdn.model.cache import build_cache
+from kvcdn.model.place import all_on
 from kvcdn.model.tokens import Prompt, encode_chat
 from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import TrustList
@@ -348,7 +349,7 @@ def test_what_a_model_writes_is_its_own(published, store):
     keep(published, store)
     before = files(store)[0].read_bytes()
     chain = Chain(published.loaded.identity, Namespace.public(), asked(published).token_ids)
-    first = LocalPrefixes(store).find(chain, (TOKENS,), TrustList.of(published.key.public), torch.device("cpu"))
+    first = LocalPrefixes(store).find(chain, (TOKENS,), published.trust, all_on("cpu", chain.model.layout))
     with published.client(local_store=store) as client:
         second = client.prepare(asked(published))
         for layer in first.layers:
@@ -412,7 +413,7 @@ def test_rows_that_were_changed_in_memory_are_not_kept(published, store):
 def _fetched(published):
     identity, trust = published.loaded.identity, TrustList.of(published.key.public)
     blocks = Chain(identity, Namespace.public(), published.token_ids).prefix(TOKENS).blocks
-    where = {"length": TOKENS, "capacity": TOKENS + 9, "device": torch.device("cpu"), "trust": trust}
+    where = {"length": TOKENS, "capacity": TOKENS + 9, "devices": all_on("cpu", identity.layout), "trust": trust}
     fetch = PrefixFetch(StoreSource(published.store), identity, blocks, **where)
     prefix = FetchedPrefix.of(fetch, identity, blocks, trust)
     fetch.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +17,7 @@ from kvcdn.model.tokens import Prompt, encode_chat
 from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
-from support.published import BLOCK, Published, publish_text, short_blocks
+from support.published import BLOCK, QUESTION, Published, publish_text, short_blocks
 from support.tiny import INDEXED_KINDS, SHARED_KINDS, STATE_KINDS, TEXT, WINDOW_KINDS, tiny_checkpoint
 
 TOKENS = 2 * 64 + 20
@@ -312,3 +313,15 @@ def test_a_batch_of_nothing_loaded_is_the_models_own(published):
         prompts = [Prompt((5, 6, 7)), Prompt((7, 8, 9, 10, 11))]
         answers = client.generate_batch(prompts, **GREEDY, pad_token_id=1)
     assert [alone(published, prompt.token_ids) for prompt in prompts] == [answer.token_ids for answer in answers]
+
+
+def test_a_filler_that_the_model_does_not_know_is_not_read(published):
+    """A token that was added to the tokenizer alone: another one fills the rows of a batch."""
+    tokenizer = copy.deepcopy(published.loaded.tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert tokenizer.pad_token_id >= published.loaded.model.get_input_embeddings().num_embeddings
+    prompts = [Prompt((*published.token_ids, *QUESTION), (len(published.token_ids),)), Prompt(published.token_ids[:50])]
+    with published.client() as client:
+        expected = [answer.token_ids for answer in client.generate_batch(prompts, **GREEDY)]
+        client.tokenizer = tokenizer
+        assert expected == [answer.token_ids for answer in client.generate_batch(prompts, **GREEDY)]

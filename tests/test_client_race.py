@@ -22,6 +22,7 @@ from kvcdn.client.planning.plan import Decision, Mode, decide
 from kvcdn.errors import MismatchError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model import speed
+from kvcdn.model.place import all_on
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.remembered import Remembered
 from kvcdn.model.speed import Pass, prefill_speeds, remember_passes
@@ -417,7 +418,7 @@ def fetching(of, link, **options):
     identity = of.loaded.identity
     names = PrefixNames.of(identity, Namespace.public(), of.token_ids).blocks
     trust = TrustList.of(of.key.public)
-    where = {"length": TOKENS, "capacity": TOKENS, "device": torch.device("cpu"), "trust": trust}
+    where = {"length": TOKENS, "capacity": TOKENS, "devices": all_on("cpu", identity.layout), "trust": trust}
     return PrefixFetch(link, identity, names, **where, **options)
 
 

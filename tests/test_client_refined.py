@@ -31,6 +31,7 @@ from kvcdn.edge.launch import launch_edge
 from kvcdn.errors import CorruptError, UsageError
 from kvcdn.keys import COARSE_OF, Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.manifest import open_manifest
+from kvcdn.model.place import all_on
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.stores.folder import FolderStore
@@ -321,7 +322,7 @@ def test_coarse_rows_that_were_written_over_are_not_refined_into_exact_ones(publ
     nearly = [[(tensor.view(torch.int16) ^ 1).view(tensor.dtype) for tensor in tensors] for tensors in coarse]
     for wrong, says in ((nearly, "not the exact ones"), (exact_rows(published), "block ")):
         rows = CoarseRows(etags, lambda layer, start, end, wrong=wrong: [tensor[start:end] for tensor in wrong[layer]])
-        where = {"length": 1100, "capacity": 1100, "device": torch.device("cpu"), "trust": published.trust}
+        where = {"length": 1100, "capacity": 1100, "devices": all_on("cpu", identity.layout), "trust": published.trust}
         fetch = PrefixFetch(StoreSource(published.store), identity, names.blocks, **where, coarse=rows)
         with pytest.raises(CorruptError, match=says):
             fetch.wait()

@@ -6,10 +6,12 @@ import copy
 import inspect
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvcdn.client import Client
 from kvcdn.client.tensors import read_prompts
 from kvcdn.errors import UsageError
 from kvcdn.model.cache import cache_argument
@@ -276,3 +278,31 @@ def test_tensors_that_say_something_else_are_refused(published, case):
 def test_several_rows_are_not_one_prompt(published):
     with published.client() as client, pytest.raises(UsageError, match="2 rows"):
         client.generate({"input_ids": [[5, 6], [7, 8]]}, **GREEDY)
+
+
+MISTAKES = {
+    "a path": (lambda client, _: client.ask(Path("handbook.txt"), "Who?"), "read_text"),
+    "bytes": (lambda client, _: client.ask(b"text", "Who?"), "decode"),
+    "a tensor": (lambda client, _: client.generate(torch.tensor([[5, 6]])), "input_ids"),
+    "a list of tokens": (lambda client, _: client.generate([5, 6]), "Prompt"),
+    "a list of prompts": (lambda client, _: client.generate(["one", "two"]), "generate_batch"),
+    "a prompt for a batch": (lambda client, _: client.generate_batch("one"), "takes one"),
+    "nothing": (lambda client, _: client.generate(None), "a Prompt"),
+    "an empty text": (lambda client, _: client.generate(""), ""),
+    "an empty document": (lambda client, _: client.prefix(""), ""),
+    "a message": (lambda client, _: client.generate({"role": "user", "content": "Who?"}), "the list of messages"),
+    "a token that is none": (lambda client, _: client.generate({"input_ids": [[5, 99_999]]}), ""),
+    "an option of other libraries": (lambda client, _: client.generate("Who?", max_tokens=3), "max_new_tokens"),
+    "a name for a model": (lambda client, _: Client("smollm2-135m", client.tokenizer, "/tmp"), "Client.load"),
+    "a wrapped model": (lambda client, model: Client(torch.nn.DataParallel(model), client.tokenizer, "/tmp"), "wrapper.module"),
+    "model and tokenizer exchanged": (lambda client, model: Client(client.tokenizer, model, "/tmp"), "Client.load"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_usual_mistake_is_told_with_what_to_do_instead(published, mistake):
+    """And never a stack trace from within a library."""
+    make, hint = MISTAKES[mistake]
+    with published.client() as client, pytest.raises(UsageError) as raised:
+        make(client, published.loaded.model)
+    assert hint in raised.value.hint

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from kvcdn.codec import Rows, decode_part
 from kvcdn.codecs.compiled import Array, Loop, wait_until_compiled
+from kvcdn.codecs.grids import HEADER, SPREAD, spread
 from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, write_rounded
-from kvcdn.codecs.quant import _HEADER, _SPREAD, Grid
+from kvcdn.codecs.quant import Grid
 
 DTYPES = sorted(NATIVE_DTYPES)
 
@@ -69,10 +70,10 @@ def test_grids_have_the_same_bits(dtype, grid, tokens, odd, seed) -> None:
     parameters = rng.choice(FINITE, (1 if centred else 2, -(-middle // group), 2, 6 // width))
     parameters[-1] &= 0x7FFF
     row = 12 * size
-    parts = [_HEADER.pack(bits, centred, lead, trail, group, width), rng.bytes((lead + trail) * row), parameters.tobytes()]
+    parts = [HEADER.pack(bits, centred, lead, trail, group, width), rng.bytes((lead + trail) * row), parameters.tobytes()]
     payload = b"".join((*parts, rng.bytes(-(-middle * 12 * bits // 8))))
     found = []
-    loop = _SPREAD[dtype]
+    loop = SPREAD[dtype]
     compiled = native(loop)
     for way in (compiled, None):
         memory = bytearray(tokens * row + odd)
@@ -83,6 +84,36 @@ def test_grids_have_the_same_bits(dtype, grid, tokens, odd, seed) -> None:
             del loop.native
         found.append(bytes(memory))
     assert found[1] == found[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([4, 8]),
+    st.integers(1, 20),
+    st.sampled_from([(1, 32), (3, 30), (2, 64), (1, 33)]),
+    st.integers(6, 30),
+    st.integers(0, 2**32 - 1),
+)
+def test_chunks_have_the_same_bits(bits, group, sides, tokens, seed) -> None:
+    """Whole chunks, and a last one that overlaps; rows whose codes are in both halves of bytes: plain, compiled, numpy."""
+    rng = np.random.default_rng(seed)
+    columns, middle = sides[0] * sides[1], tokens - 3
+    parameters = rng.choice(FINITE, (2, -(-middle // group), columns))
+    parameters[-1] &= 0x7FFF
+    parts = [HEADER.pack(bits, 0, 2, 1, group, 1), rng.bytes(3 * 2 * columns), parameters.tobytes()]
+    payload = b"".join((*parts, rng.bytes(-(-middle * columns * bits // 8))))
+    found = []
+    loop = SPREAD["bfloat16"]
+    with np.errstate(all="ignore"):
+        for way in (native(loop), spread, None):
+            memory = bytearray(tokens * columns * 2)
+            loop.native = lambda way=way: way  # type: ignore[method-assign]
+            try:
+                decode_part("quant", payload, Rows("bfloat16", (tokens, *sides)), memoryview(memory), "part")
+            finally:
+                del loop.native
+            found.append(bytes(memory))
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,7 +199,7 @@ def test_a_child_of_a_compiling_process_does_without() -> None:
 
 def test_a_process_that_ends_while_it_compiles_ends_well() -> None:
     """At once where compiling has not begun, else when the loop at hand is ready."""
-    asked = "from kvcdn.codecs import compiled, quant; [loop.native() for loop in quant._SPREAD.values()]"
+    asked = "from kvcdn.codecs import compiled, quant; [loop.native() for loop in quant.SPREAD.values()]"
     for program in (asked, f"{asked}; compiled._COMPILER._hurried = True; import numba"):
         done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False, timeout=250)
         assert (0, "") == (done.returncode, done.stderr)

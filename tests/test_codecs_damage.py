@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcdn.codec import CODECS, decode_part
-from kvcdn.codecs import exponents, pages, quant, rest, synthesis
+from kvcdn.codecs import exponents, pages, rest, synthesis
 from kvcdn.codecs.compiled import Loop, wait_until_compiled
 from kvcdn.codecs.exponents import encode_exponents
+from kvcdn.codecs.grids import SPREAD
 from kvcdn.codecs.quant import Grid
 from kvcdn.codecs.rest import encode_rest
 from kvcdn.errors import CorruptError
@@ -50,7 +51,7 @@ def parts() -> dict[str, Part]:
         "int8": Grid(8, 7, 1, centred=False),
         "centred": Grid(8, 1, 16, centred=True),
     }
-    spread = (quant._SPREAD["bfloat16"],)
+    spread = (SPREAD["bfloat16"],)
     return {
         "blosc2": Part("blosc2", CODECS["blosc2"].encode(RAW, 2)),
         "exponents": Part("exponents", made(encode_exponents(RAW, COMPONENT_ROWS)), (exponents._JOIN,)),

@@ -1,22 +1,28 @@
-"""Faults that users of other HTTP caches have reported in public, replayed: nginx, Varnish, Traffic Server, Squid, Envoy."""
+"""Faults that users of other HTTP caches have reported in public, replayed: nginx, Varnish, Traffic Server, Squid, Envoy,
+Souin, Tempesta and small servers."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import itertools
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvcdn.block import open_header
+from kvcdn.edge.http.body import MAX_BODY_BYTES
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
 from support.edge_process import WatchedStore, ask, ask_part, connect, edge_in_thread, exchange, settle
-from support.waiting import until
+from support.waiting import WAIT_SECONDS, until
 from support.web import Answer, Web, running_web
 
 
@@ -195,3 +201,101 @@ def test_squid_1903_readers_who_join_a_fill_that_fails_are_told_so(document: Doc
         assert [True] * 16 == list(pool.map(read, range(16)))
     settle(edge.url)
     assert 0 == len(edge.cache)
+
+
+@pytest.mark.parametrize("span", ["bytes=0-", "bytes=0-99999999", "bytes=-99999999"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_varnish_4081_1323_and_trafficserver_8481_a_range_of_everything_is_a_range(
+    document: Document, edge: ServingEdge, span: str, warm: bool
+) -> None:
+    """206 with all bytes and the right Content-Range, also where nothing is known of the object yet."""
+    for key, data in document.objects.items():
+        if warm:
+            ask(edge.url, f"/{key}")
+            settle(edge.url)
+        reply = ask(edge.url, f"/{key}", headers={"Range": span})
+        assert (206, data) == (reply.status, reply.body)
+        assert f"bytes 0-{len(data) - 1}/{len(data)}" == reply.headers["Content-Range"]
+
+
+@pytest.mark.parametrize("first", ["HEAD", "conditional", "part", "impossible part", "aborted"])
+def test_tempesta_416_and_souin_467_whoever_asks_first_the_whole_object_is_kept(
+    document: Document, web: Web, edge: ServingEdge, first: str
+) -> None:
+    """The next GET has the whole body, from the cache, and the origin is not asked again."""
+    for key, data in document.objects.items():
+        fields = {
+            "conditional": {"If-None-Match": "*"},
+            "part": {"Range": "bytes=3-9"},
+            "impossible part": {"Range": "bytes=99999999-"},
+        }
+        if first == "aborted":
+            with contextlib.closing(connect(edge.url)) as connection:
+                connection.request("GET", f"/{key}")
+            until(partial(edge.cache.size_of, key))
+        else:
+            ask(edge.url, f"/{key}", "HEAD" if first == "HEAD" else "GET", headers=fields.get(first, {}))
+        settle(edge.url)
+        reply = ask(edge.url, f"/{key}")
+        assert (200, data, "kvcdn; hit") == (reply.status, reply.body, reply.headers["Cache-Status"])
+    assert len(document.objects) == len(web.requests)
+
+
+def test_varnish_4089_a_partial_answer_of_unknown_length_is_not_gone_on_with(
+    document: Document, web: Web, edge: ServingEdge
+) -> None:
+    """`bytes 5-9/*` says nothing of the whole: what came before stays right, and nothing of it is kept."""
+    key, data = next(iter(document.blocks.items()))
+    cut = _bounds(document, key)[1] + 100
+
+    def bend(answer: Answer) -> Answer:
+        if answer.status == 200:
+            return replace(answer, headers={**answer.headers, "Content-Length": str(len(data))}, body=answer.body[:cut])
+        span = answer.headers["Content-Range"].rpartition("/")[0]
+        return replace(answer, headers={**answer.headers, "Content-Range": f"{span}/*"})
+
+    web.bend = bend
+    with contextlib.closing(connect(edge.url)) as connection:
+        connection.request("GET", f"/{key}")
+        reply = connection.getresponse()
+        with reply, pytest.raises((http.client.HTTPException, ConnectionError)):
+            reply.read()
+    settle(edge.url)
+    assert edge.cache.size_of(key) is None
+    web.bend = None
+    until(lambda: data == ask(edge.url, f"/{key}").body)
+
+
+def test_lwan_381_no_packet_boundary_makes_a_request_of_a_field(document: Document, edge: ServingEdge) -> None:
+    """Two requests whose fields and path look like a third, cut anywhere: two answers."""
+    key = document.manifest_key
+    phantom = b"GET /healthz HTTP/1.1"
+    field = b"X-A: " + phantom + b"\r\nX-B:" + phantom + b"\r\n"
+    sent = b"GET /%s HTTP/1.1\r\nHost: edge\r\n%s\r\nGET /%s HTTP/1.1\r\nHost: edge\r\n%sConnection: close\r\n\r\n"
+    sent = sent % (key.encode(), field, key.encode(), field)
+    address = connect(edge.url)
+    for cut in range(0, len(sent), 7):
+        with socket.create_connection((address.host, address.port or 0), timeout=WAIT_SECONDS) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for piece in (sent[:cut], sent[cut:]):
+                connection.sendall(piece)
+            received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert [b"200"] * 2 == [line.split(b" ")[0] for line in received.split(b"HTTP/1.1 ")[1:]]
+        assert 2 == received.count(document.manifest_bytes)
+
+
+@pytest.mark.parametrize("length", [MAX_BODY_BYTES + 1, 10**9, 10**17])
+@pytest.mark.parametrize("path", [b"/v1/match", b"/v1/purge", b"/nothing"])
+def test_hotaru_28_what_is_behind_a_body_that_is_too_long_is_no_request(edge: ServingEdge, length: int, path: bytes) -> None:
+    """It belongs to the body, however much of that is read: one answer, and the connection ends."""
+    address = connect(edge.url)
+    smuggled = b"GET /readyz HTTP/1.1\r\nHost: edge\r\n\r\n"
+    head = b"POST %s HTTP/1.1\r\nHost: edge\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (path, length)
+    with socket.create_connection((address.host, address.port or 0), timeout=WAIT_SECONDS) as connection:
+        connection.sendall(head + b" " * 5000 + smuggled)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(1 << 16):
+                received += piece
+    assert 1 == received.count(b"HTTP/1.1 ")
+    assert received.startswith(b"HTTP/1.1 4")

@@ -196,6 +196,7 @@ def test_codecs_only_compute(path: Path) -> None:
     instructions = {"llvmlite", "numba"}
     own = {
         "compiled.py": {"numba", "os"},
+        "chunks.py": instructions,
         "matrixunit.py": {*instructions, "os"},
         "pages.py": instructions,
         "tiles.py": instructions,

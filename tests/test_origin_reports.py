@@ -1,10 +1,12 @@
 """Faults that users of other S3 clients and job queues have reported in public, replayed: a listing that ends in the middle,
-odd keys, credentials that are renewed, bytes damaged on the way, completions answered twice, a queue's file that another
-process holds. Others stand beside what they concern: a machine that slept (test_origin_lease.py), lines within JSON and half
-surrogate pairs (test_origin_service.py), a server that sends a byte now and then (test_origin_fetching.py)."""
+odd keys, credentials that are renewed, bytes damaged on the way, completions answered twice, refusals without a reason,
+whoever stands between and says yes or shows a page, a queue's file that another process holds. Others stand beside what they
+concern: a machine that slept (test_origin_lease.py), lines within JSON and half surrogate pairs (test_origin_service.py), a
+server that sends a byte now and then (test_origin_fetching.py)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sqlite3
@@ -223,3 +225,122 @@ def test_a_queue_waits_for_whoever_writes(tmp_path: Path):
     other.close()
     queue.close()
     assert accepted
+
+
+def answer(status: str, body: bytes = b"", kind: str = "application/xml", *, head: bytes = b"") -> bytes:
+    """What a server, or somebody in its place, may say."""
+    length = f"Content-Length: {len(body)}\r\nConnection: close\r\n".encode()
+    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n".encode() + length + head + b"\r\n" + body
+
+
+PORTAL = answer("200 OK", b"<!DOCTYPE html><html><body>Please log in.</body></html>", "text/html")
+"""What a hotel's network says to everything."""
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "403 Forbidden"])
+def test_a_refusal_that_a_head_cannot_explain(store: S3Store, link: FaultyLink, status: str):
+    """Once, it is asked again; for good, the reason is told: https://github.com/aws/aws-sdk-js/issues/2219."""
+    assert store.create("v1/a", [b"x"])
+    link.inject(Fault(when=b"HEAD ", answer=answer(status)))
+    assert 1 == store.stat("v1/a").size
+    assert 0 == link.pending
+    link.inject(Fault(when=b"HEAD ", answer=answer(status)))
+    assert store.stat("v1/missing") is None
+    assert store.create("v1/empty", [])
+    link.inject(Fault(when=b"HEAD ", answer=answer(status)))
+    assert 0 == store.stat("v1/empty").size
+    link.inject(Fault(answer=refused(status, "ExpiredToken")), times=1000)
+    with pytest.raises(UnavailableError, match="ExpiredToken") as caught:
+        store.stat("v1/a")
+    assert "log in again" in (caught.value.hint or "")
+
+
+def test_what_is_gone_already_is_deleted(store: S3Store, link: FaultyLink):
+    """Some servers say of a retried deletion that nothing is there (https://github.com/restic/restic/issues/2473)."""
+    store.create("v1/a", [b"x"])
+    link.inject(Fault(when=b"DELETE ", answer=refused("404 Not Found", "NoSuchKey")))
+    store.delete("v1/a")
+    assert 0 == link.pending
+    link.inject(Fault(when=b"DELETE ", answer=refused("404 Not Found", "NoSuchBucket")))
+    with pytest.raises(UnavailableError, match="no such bucket"):
+        store.delete("v1/a")
+
+
+@pytest.mark.parametrize("when", [b"PUT ", b"GET ", b"HEAD ", LISTING])
+def test_a_page_of_html_from_somebody_between(store: S3Store, link: FaultyLink, when: bytes):
+    """503 and a page: tried again, and then an error in words (https://github.com/huggingface/huggingface_hub/issues/3071)."""
+    store.create("v1/a", [b"x"])
+    page_of_html = answer("503 Service Unavailable", b"<!DOCTYPE HTML><HTML><BODY><H1>503</H1></BODY></HTML>", "text/html")
+
+    def ask() -> object:
+        if when == LISTING:
+            return [info.key for info in store.list("v1/")]
+        return {b"PUT ": lambda: store.create(f"v1/{uuid.uuid4().hex}", [b"y"]), b"GET ": lambda: store.read("v1/a")}.get(
+            when, lambda: store.stat("v1/a") is not None
+        )()
+
+    link.inject(Fault(when=when, answer=page_of_html), times=1)
+    assert ask()
+    assert 0 == link.pending
+    link.inject(Fault(when=when, answer=page_of_html), times=1000)
+    with pytest.raises(UnavailableError, match="503"):
+        ask()
+
+
+@pytest.mark.parametrize("said", [PORTAL, answer("200 OK")])
+def test_somebody_between_who_says_yes_to_all(store: S3Store, link: FaultyLink, said: bytes):
+    """200, and no server has seen the request: nothing is taken to be written, and no origin to be empty."""
+    store.create("v1/a", [b"x"])
+    link.inject(Fault(when=b"PUT ", answer=said), times=1000)
+    with pytest.raises(UnavailableError):
+        store.create("v1/b", [b"y"])
+    link.inject(Fault(when=LISTING, answer=said), times=1000)
+    for ordered in (True, False):
+        store._ordered = ordered
+        with pytest.raises(UnavailableError):
+            list(store.list("v1/"))
+    link.inject(Fault(when=b"HEAD ", answer=said), times=1000)
+    with pytest.raises(UnavailableError):
+        store.stat("v1/a")
+    link.inject(Fault())
+    assert store.stat("v1/b") is None
+
+
+def test_parts_that_nobody_keeps(store: S3Store, link: FaultyLink, monkeypatch: pytest.MonkeyPatch):
+    """A part that is answered without its tag was not taken: no crash, and no upload that ends."""
+    monkeypatch.setattr(s3, "MULTIPART_BYTES", 1)
+    link.inject(Fault(when=b"partNumber", answer=answer("200 OK")), times=1000)
+    with pytest.raises(UnavailableError):
+        store.create("v1/a", [b"x" * 100])
+    link.inject(Fault())
+    assert store.stat("v1/a") is None
+
+
+def test_what_is_refused_for_good_is_not_tried_for_ever(store: S3Store, link: FaultyLink):
+    """A full account: https://github.com/huggingface/huggingface_hub/issues/3325."""
+    link.inject(Fault(when=b"PUT ", answer=refused("403 Forbidden", "QuotaExceeded")), times=1000)
+    with pytest.raises(UnavailableError, match="QuotaExceeded"):
+        store.create("v1/a", [b"x"])
+    assert 999 == link.pending
+
+
+def test_a_request_that_took_too_long_is_no_matter_of_clocks_alone(store: S3Store, link: FaultyLink):
+    """On a slow link a signature is old when its body is there: https://github.com/concourse/s3-resource/issues/34."""
+    link.inject(Fault(when=b"PUT ", answer=refused("403 Forbidden", "RequestTimeTooSkewed")), times=1000)
+    with pytest.raises(UnavailableError) as caught:
+        store.create("v1/a", [b"x"])
+    assert "slow" in (caught.value.hint or "")
+
+
+def test_a_range_that_somebody_between_does_not_know(store: S3Store, link: FaultyLink):
+    """A whole object where a part was asked for is not the part, and not given as the part."""
+    store.create("v1/a", [b"0123456789"])
+    whole = answer(
+        "200 OK",
+        b"0123456789",
+        "application/octet-stream",
+        head=b'ETag: "x"\r\nLast-Modified: Mon, 30 Nov 2026 18:00:00 GMT\r\n',
+    )
+    link.inject(Fault(when=b"GET ", answer=whole), times=1)
+    with contextlib.suppress(UnavailableError):
+        assert b"345" == store.read("v1/a", 3, 3)

@@ -10,6 +10,7 @@ import time
 import tracemalloc
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import urllib3
@@ -354,7 +355,25 @@ def test_files_that_are_nothing_to_publish(stage) -> None:
     assert 0 == stage.round()
     stage.step(GRACE + 30)
     assert {stage.address(A), stage.address(B)} == stage.published()
-    assert 1 == stage.book.status()[0]["failing"]
+    (status,) = stage.book.status()
+    assert 4 == status["failing"]
+    assert {"binary.txt", "empty.txt", "large.txt", "good.txt"} == {Path(one["document"]).name for one in status["failures"]}
+    assert all(one["reason"] for one in status["failures"])
+
+
+def test_what_failed_before_it_was_ever_published(stage) -> None:
+    """It is told with its reason, is published once it is good, and is forgotten once it is gone."""
+    for name in ("a.txt", "b.txt"):
+        (stage.folder / name).write_bytes(b"\x00" * 100)
+        os.utime(stage.folder / name, (1, 1))
+    assert 0 == stage.round()
+    assert ["a.txt", "b.txt"] == [Path(one["document"]).name for one in stage.book.status()[0]["failures"]]
+    stage.write("a.txt", A)
+    (stage.folder / "b.txt").unlink()
+    assert 1 == stage.round()
+    (status,) = stage.book.status()
+    assert (0, [], 1, 1) == (status["failing"], status["failures"], status["documents"], status["current"])
+    assert {stage.address(A)} == stage.published()
 
 
 def test_other_terms_publish_anew(stage) -> None:

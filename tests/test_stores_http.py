@@ -365,7 +365,34 @@ def test_age_from_the_server(web: Web):
         assert abs(time.time() - info.modified) < 5
 
 
-@pytest.mark.parametrize("drip", [b"HTTP/1.1 100 Continue\r\n\r\n", b"X"])
+EARLY = {
+    "hints": [b"103 Early Hints"],
+    "processing": [b"102 Processing", b"102 Processing"],
+    "several": [b"100 Continue", b"103 Early Hints", b"100 Continue", b"199 Whatever"],
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_what_is_said_before_an_answer_is_passed_over(name: str) -> None:
+    """Any number of informational answers, with fields, on a connection that stays (RFC 9110 section 15.2)."""
+    early = b"".join(b"HTTP/1.1 %s\r\nLink: </a.css>\r\nContent-Length: 3\r\n\r\n" % one for one in EARLY[name])
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            for _ in range(2):
+                connection.recv(1 << 16)
+                connection.sendall(early + b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nbytes")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        store = HttpStore(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        assert [b"bytes", b"bytes"] == [store.read("v1/x"), store.read("v1/x")]
+        server.join()
+
+
+@pytest.mark.parametrize("drip", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\n\r\n", b"X"])
 def test_a_head_that_drips_for_ever_is_not_waited_for(drip: bytes) -> None:
     """Never silent for as long as the limit, and never done: the reader is free a moment after that limit."""
     over = threading.Event()

@@ -17,9 +17,10 @@ from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError
 from kvcdn.keys import COARSE_OF, BlockName
 from kvcdn.layout import Layout
-from kvcdn.model.cache import CacheLayer
+from kvcdn.model.cache import CacheLayer, device_in
 from kvcdn.model.layers import TORCH_DTYPES, TokenMajorLayer
 from kvcdn.model.prefill import tensor_bytes
+from kvcdn.model.staging import Staging, Uploads
 from kvcdn.model.states import WithStates
 
 SKIPPED_BYTES = 256 * 1024
@@ -62,6 +63,8 @@ class Order(Terms):
     last: int = -1
     whole: bool = False
     coarse: CoarseRows | None = None
+    uploads: Uploads = field(default_factory=lambda: Uploads(()))
+    """To layers on accelerators."""
     memory: dict[int, LayerMemory] = field(default_factory=dict)
     """Of layers on the CPU: looked at once, not once a block. To be cleared when all is there."""
 
@@ -152,17 +155,17 @@ class Delivery:
 
     # -- the way -----------------------------------------------------------------------------------------------------------
 
-    def step(self, scratch: bytearray, *, ranged: bool, turn_s: float = 0.0) -> None:
+    def step(self, staging: Staging, *, ranged: bool, turn_s: float = 0.0) -> None:
         """Asks for the block, reads its header, or one layer; raises a KvcdnError. Does nothing once stopped.
 
         With `turn_s` as many of these as begin within so many seconds.
         """
         ends = time.perf_counter() + turn_s
-        self._step(scratch, ranged=ranged)
+        self._step(staging, ranged=ranged)
         while turn_s and not self._stopped and not self.arrived and time.perf_counter() < ends:
-            self._step(scratch, ranged=ranged)
+            self._step(staging, ranged=ranged)
 
-    def _step(self, scratch: bytearray, *, ranged: bool) -> None:
+    def _step(self, staging: Staging, *, ranged: bool) -> None:
         if self._stopped:
             return
         self.steps += 1
@@ -171,7 +174,7 @@ class Delivery:
         elif self.header is None:
             self._read_header(self._reading)
         else:
-            self._read_layer(self._reading, scratch)
+            self._read_layer(self._reading, staging)
         if self._stopped or self.arrived:
             self._let_go()
 
@@ -200,7 +203,7 @@ class Delivery:
     def _held_etag(self, name: BlockName) -> Digest | None:
         return None if self._order.coarse is None else self._order.coarse.etags.get(name.address)
 
-    def _read_layer(self, reading: Reading, scratch: bytearray) -> None:
+    def _read_layer(self, reading: Reading, staging: Staging) -> None:
         layer = self._next_layer
         coarse, more = self._coarse.read_layer(layer) if self._coarse else (memoryview(b""), 0)
         stored, received = reading.read_layer(layer)
@@ -209,33 +212,64 @@ class Delivery:
             if self._stopped:
                 return
             if self.wanted[layer]:
-                self._decode(reading, layer, stored, coarse, scratch)
+                self._decode(reading, layer, stored, coarse, staging)
             self.received += received + more
             self._next_layer += 1
 
-    def _decode(self, reading: Reading, layer: int, stored: memoryview, coarse: memoryview, scratch: bytearray) -> None:
+    def _decode(self, reading: Reading, layer: int, stored: memoryview, coarse: memoryview, staging: Staging) -> None:
         started = time.perf_counter()
         if self._rows_taken and self._aside is None:
             self._aside = self._room_aside()
-        places: list[torch.Tensor] = []
         outs = self._bytes_in_place(layer) if self._aside is None else None
         if outs is None:
             places = self.places(layer) if self._aside is None else self._aside[layer]
-            on_cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
-            outs = [tensor_bytes(tensor) for tensor in on_cpu]
+            if any(place.device.type != "cpu" for place in places):
+                self._decode_beyond(reading, layer, stored, coarse, staging, places)
+            else:
+                outs = [tensor_bytes(place) for place in places]
+        if outs is not None:
+            self._decode_here(reading, layer, stored, coarse, staging.scratch, outs)
+        self.decoding += time.perf_counter() - started
+
+    def _decode_here(
+        self, reading: Reading, layer: int, stored: memoryview, coarse: memoryview, scratch: bytearray, outs: list[memoryview]
+    ) -> None:
         if self.name.coarse is None:
             reading.decode(layer, stored, scratch, outs)
-        else:
-            # The coarse numbers lie where the exact ones are to go, and nobody sees them there.
-            if self._coarse is not None:
-                self._coarse.decode(layer, coarse, scratch, outs)
-            elif self._order.coarse is not None:
-                self._order.coarse.fill(self.name, layer, outs)
-            reading.decode(layer, stored, scratch, outs, coarse=outs)
-        for place, tensor in zip(places, on_cpu if places else (), strict=True):
-            if place is not tensor:
-                place.copy_(tensor)
-        self.decoding += time.perf_counter() - started
+            return
+        # The coarse numbers lie where the exact ones are to go, and nobody sees them there.
+        if self._coarse is not None:
+            self._coarse.decode(layer, coarse, scratch, outs)
+        elif self._order.coarse is not None:
+            self._order.coarse.fill(self.name, layer, outs)
+        reading.decode(layer, stored, scratch, outs, coarse=outs)
+
+    def _decode_beyond(
+        self,
+        reading: Reading,
+        layer: int,
+        stored: memoryview,
+        coarse: memoryview,
+        staging: Staging,
+        places: list[torch.Tensor],
+    ) -> None:
+        """To `places` on an accelerator: what is refined by way of the host, where it is compared with its digest."""
+        uploads, device = self._order.uploads, self._device(layer)
+        staging.begin()
+        try:
+            if self.name.coarse is None:
+                reading.decode_to(layer, stored, staging, places, uploads)
+                return
+            rooms = [staging.room(place) for place in places]
+            self._decode_here(reading, layer, stored, coarse, staging.scratch, [tensor_bytes(room) for room in rooms])
+            with uploads.lane(device):
+                for place, room in zip(places, rooms, strict=True):
+                    place.copy_(room, non_blocking=True)
+        finally:
+            staging.end(uploads.mark(layer, device))
+
+    def _device(self, layer: int) -> torch.device:
+        return device_in(self._layers[layer])
 
     def _bytes_in_place(self, layer: int) -> list[memoryview] | None:
         """The memory of what `places` names, where that is rows on the CPU and nothing else."""
@@ -282,18 +316,23 @@ class Delivery:
 
     def _room_aside(self) -> list[list[torch.Tensor]]:
         """Room for every layer, with what has arrived."""
-        return [
-            [tensor.clone() if layer < self._next_layer else torch.empty_like(tensor) for tensor in self.places(layer)]
-            for layer in range(len(self.wanted))
-        ]
+        room = []
+        for layer in range(len(self.wanted)):
+            with self._order.uploads.lane(self._device(layer)):
+                arrived = layer < self._next_layer
+                room.append([place.clone() if arrived else torch.empty_like(place) for place in self.places(layer)])
+        return room
 
     def bring_back(self) -> None:
         """Puts what is aside into its rows, which nobody else writes any more."""
         with self._lock:
+            uploads = self._order.uploads
             for layer, tensors in enumerate(self._aside or ()):
                 if layer < self._next_layer:
-                    for place, tensor in zip(self.places(layer), tensors, strict=True):
-                        place.copy_(tensor)
+                    with uploads.lane(self._device(layer)):
+                        for place, tensor in zip(self.places(layer), tensors, strict=True):
+                            place.copy_(tensor)
+                    uploads.mark(layer, self._device(layer))
             self._rows_taken, self._aside = False, None
 
     def outrun(self) -> None:

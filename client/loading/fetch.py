@@ -18,19 +18,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-
-import torch
 
 from kvcdn.block import BlockHeader
 from kvcdn.client.loading.arrivals import Arrivals
 from kvcdn.client.loading.coarse import CoarseRows
 from kvcdn.client.loading.delivery import Delivery, Held, Order, layers_to_read
+from kvcdn.client.loading.room import make_room
 from kvcdn.client.sources.source import Source
 from kvcdn.errors import KvcdnError, QualityError, UnavailableError, UntrustedError
 from kvcdn.keys import BlockName, ModelIdentity
 from kvcdn.model.bases import Bases
-from kvcdn.model.cache import make_layer
+from kvcdn.model.cache import device_in
+from kvcdn.model.place import Devices, on_cpu
+from kvcdn.model.staging import Staging
 from kvcdn.signing import TrustList
 
 STREAMED_BLOCKS = 16
@@ -79,7 +79,7 @@ class PrefixFetch:
         *,
         length: int,
         capacity: int,
-        device: torch.device,
+        devices: Devices,
         trust: TrustList,
         held: Held | None = None,
         whole: bool = False,
@@ -90,7 +90,7 @@ class PrefixFetch:
         watch: Callable[[], None] | None = None,
         coarse: CoarseRows | None = None,
     ) -> None:
-        """`length` tokens are shown to the model, at most as many as the blocks hold; `capacity` tokens are allocated.
+        """`length` tokens are shown to the model, at most as many as the blocks hold; `capacity` are allocated, on `devices`.
 
         Blocks that are `held` on this host are not asked for. A block whose certificate is worse than `max_kl` fails with
         QualityError. `whole` reads every row of every layer, also those that no window reaches. `beside` is for a computation
@@ -110,24 +110,22 @@ class PrefixFetch:
         self._specs = specs = model.layout.layers
         needed = [0 if whole else spec.first_needed(length) for spec in specs]
         wanted = [layers_to_read(model.layout, name, needed, states=whole or name is blocks[-1]) for name in blocks]
-        starts = [min((n.start for n in blocks if wanted[n.index][index]), default=0) for index in range(len(specs))]
-        self.layers = [
-            make_layer(spec, capacity, length, device, partial(self.wait_layer, index), first=0 if beside else starts[index])
-            for index, spec in enumerate(specs)
+        self._read_from = starts = [
+            min((n.start for n in blocks if wanted[n.index][index]), default=0) for index in range(len(specs))
         ]
-        self._read_from = starts
+        first = [0] * len(specs) if beside else starts
+        self.layers, self.uploads = make_room(specs, devices, first, self.wait_layer, length=length, capacity=capacity)
         last, bases = blocks[-1].index if blocks else -1, Bases(self._source.read, model)
-        self._order = order = Order(self._source, model, trust, bases, max_kl, last=last, whole=whole, coarse=coarse)
+        self._order = order = Order(self._source, model, trust, bases, max_kl, last, whole, coarse, self.uploads)
         self.deliveries = [Delivery(order, name, wanted[name.index], self.layers) for name in blocks]
         if held is not None:
             for one in self.deliveries:
                 held.fill(one)
-        self.started = time.perf_counter()
-        self.seconds = 0.0
+        self.started, self.seconds = time.perf_counter(), 0.0
         read = [one for one in self.deliveries if not one.complete]
         count = max(1, min(len(read), (os.cpu_count() or 1) + 1, MAX_THREADS))  # one more: some always wait for bytes
         self._ranged = len(read) > STREAMED_BLOCKS
-        self._widths = (min(count, WIDTH_BESIDE_COMPUTING), 1) if device.type == "cpu" else (count, count)
+        self._widths = (min(count, WIDTH_BESIDE_COMPUTING), 1) if on_cpu(devices) else (count, count)
         self.width = self._widths[1] if alone else count
         self._arrivals = Arrivals()
         self._busy: set[int] = set()
@@ -225,6 +223,7 @@ class PrefixFetch:
                 self._watch()
         if self._error is not None:
             raise self._error
+        self.uploads.join_layer(layer, device_in(self.layers[layer]))
 
     def _holds(self, layer: int) -> bool:
         return all(one.holds(layer) for one in self.deliveries)
@@ -284,6 +283,7 @@ class PrefixFetch:
     def _join(self) -> None:
         for thread in self._threads:
             thread.join()
+        self.uploads.join()
 
     # -- beside a computation ----------------------------------------------------------------------------------------------
 
@@ -308,9 +308,11 @@ class PrefixFetch:
         """`count` blocks from `first` on are being computed: what arrives of them does so aside."""
         for one in self.deliveries[first : first + count]:
             one.put_aside()
+        self.uploads.join()
 
     def not_computed(self, first: int, count: int) -> None:
         """They are not: what has arrived of them takes its place."""
+        self.uploads.follow()
         for one in self.deliveries[first : first + count]:
             one.bring_back()
 
@@ -356,10 +358,10 @@ class PrefixFetch:
             return None
 
     def _work(self) -> None:
-        scratch = bytearray()
+        staging = Staging()
         while (one := self._take()) is not None:
             try:
-                one.step(scratch, ranged=self._ranged, turn_s=0.0 if self._in_layers(one) else TURN_SECONDS)
+                one.step(staging, ranged=self._ranged, turn_s=0.0 if self._in_layers(one) else TURN_SECONDS)
             except KvcdnError as error:
                 self._fail(one, error)
             except Exception as error:  # noqa: BLE001 - whatever it is, the model must not wait for this thread for ever

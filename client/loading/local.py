@@ -23,6 +23,7 @@ from kvcdn.errors import CorruptError, KvcdnError
 from kvcdn.keys import BlockName, Chain, ModelIdentity
 from kvcdn.model.cache import CacheLayer, make_layer
 from kvcdn.model.layers import TORCH_DTYPES
+from kvcdn.model.place import Devices
 from kvcdn.model.prefill import tensor_bytes
 from kvcdn.prefixfile import KINDS, ROOM_TOKENS, HeldBlock, Place, PrefixFile, PrefixVerifier, open_prefix_file
 from kvcdn.signing import TrustList
@@ -129,7 +130,7 @@ class LocalPrefixes:
         self._waiting = 0
         self._closing = threading.Event()
 
-    def find(self, chain: Chain, boundaries: tuple[int, ...], trust: TrustList, device: torch.device) -> LocalPrefix | None:
+    def find(self, chain: Chain, boundaries: tuple[int, ...], trust: TrustList, devices: Devices) -> LocalPrefix | None:
         """The longest prefix of `chain` that is here, ends with a block, and was published by somebody in `trust`.
 
         The chain's last token is left to the model. Raises UsageError for a store that others can get at, and
@@ -142,7 +143,7 @@ class LocalPrefixes:
             if mapped is None:
                 continue
             try:
-                found = _load(mapped, chain.model, blocks, min(blocks[-1].end, chain.tokens - 1), trust, device)
+                found = _load(mapped, chain.model, blocks, min(blocks[-1].end, chain.tokens - 1), trust, devices)
             except CorruptError:
                 self.store.discard(mapped)
                 continue
@@ -218,7 +219,7 @@ def _candidates(chain: Chain, boundaries: tuple[int, ...]) -> Iterator[tuple[Blo
 
 
 def _load(
-    mapped: MappedFile, model: ModelIdentity, blocks: tuple[BlockName, ...], length: int, trust: TrustList, device: torch.device
+    mapped: MappedFile, model: ModelIdentity, blocks: tuple[BlockName, ...], length: int, trust: TrustList, devices: Devices
 ) -> LocalPrefix | None:
     """A mapped file as a prefix; None where it lacks rows that the model needs. Raises CorruptError or UntrustedError."""
     what = f"local prefix {mapped.name}"
@@ -236,7 +237,7 @@ def _load(
         _checked.add(mapped.key, headers)
     layers = [
         make_layer(spec, file.capacity, length, device, first=first, storage=_tensors(mapped, places, file.tokens, device))
-        for spec, first, places in zip(model.layout.layers, file.first, file.places(model.layout), strict=True)
+        for spec, first, places, device in zip(model.layout.layers, file.first, file.places(model.layout), devices, strict=True)
     ]
     found = {index: header for index, header in enumerate(headers) if header is not None}
     return LocalPrefix(blocks, length, layers, found, lambda index: mapped.memory[file.envelope(index)])
@@ -281,6 +282,7 @@ def _write(store: LocalStore, prefix: FetchedPrefix) -> bool:
     draft = store.begin(file, model.layout) if file.reaches(model.layout, file.tokens) else None
     if draft is None:
         return False
+    prefix.fetch.uploads.join()
     with draft:
         draft.write(len(file.encoded), memoryview(b"".join(prefix.envelope(name) for name in prefix.blocks)))
         for places, tensors in zip(file.places(model.layout), prefix.rows, strict=True):

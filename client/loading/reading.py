@@ -6,13 +6,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
-from kvcdn.block import BlockHeader, open_header, open_segment
+import torch
+
+from kvcdn.block import BlockHeader, open_header, open_parts, open_segment
 from kvcdn.client.sources.source import Source
+from kvcdn.codec import Rows
+from kvcdn.digest import Buffer
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import CorruptError
 from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.model.bases import Bases
+from kvcdn.model.dequantise import decode_to
+from kvcdn.model.staging import Staging, Uploads
 from kvcdn.seal import ObjectKeys
 from kvcdn.signing import TrustList
 
@@ -98,11 +105,27 @@ class Reading:
         coarse: Sequence[memoryview] = (),
     ) -> None:
         """Verifies and decodes what `read_layer` gave into `outs`, as `open_segment` does."""
+        header, keys, basis = self._opening(layer)
+        open_segment(header, keys, layer, stored, scratch, outs, basis, coarse=coarse)
+
+    def decode_to(
+        self, layer: int, stored: memoryview, staging: Staging, places: Sequence[torch.Tensor], uploads: Uploads
+    ) -> None:
+        """The same to tensors of any device, in the lane of each; what is refined is not for it."""
+        header, keys, basis = self._opening(layer)
+
+        def decode(number: int, codec: str, piece: Buffer, rows: Rows, what: str) -> None:
+            with uploads.lane(places[number].device):
+                decode_to(places[number], codec, piece, rows, staging, uploads, what)
+
+        open_parts(header, keys, layer, stored, staging.scratch, decode, basis)
+
+    def _opening(self, layer: int) -> tuple[BlockHeader, ObjectKeys, Sequence[Any]]:
+        """What a layer is opened with: header, keys, and its part of the basis."""
         header, terms = self._header, self._terms
         if self._keys is None:
             raise RuntimeError("a layer is read before its header")
-        basis = terms.bases.get(header.basis, terms.trust).tensors[layer] if header.basis else ()
-        open_segment(header, self._keys, layer, stored, scratch, outs, basis, coarse=coarse)
+        return header, self._keys, terms.bases.get(header.basis, terms.trust).tensors[layer] if header.basis else ()
 
     def bytes_from(self, layer: int) -> int:
         """Bytes still to come where `layer` is the next to be read."""

@@ -26,7 +26,7 @@ from kvcdn.errors import KvcdnError, MismatchError
 from kvcdn.keys import LOSSY, Chain, ModelIdentity
 from kvcdn.model.cache import build_cache
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.place import device_of
+from kvcdn.model.place import layer_devices
 from kvcdn.model.speed import prefill_speeds
 from kvcdn.model.tokens import Prompt
 from kvcdn.trail import Trail, current, following
@@ -79,17 +79,21 @@ class Attempt:
             self._leave_short_prefix()
         self.race: Race | None = None
         if self.length > 0 and self._local is None:
-            self.race = Race(
-                loaded,
-                self._identity,
-                supply,
-                prompt.token_ids,
-                self._published.blocks,
-                length=self.length,
-                aim=aim,
-                asked=asked,
-                held=self._held,
-            )
+            try:
+                self.race = Race(
+                    loaded,
+                    self._identity,
+                    supply,
+                    prompt.token_ids,
+                    self._published.blocks,
+                    length=self.length,
+                    aim=aim,
+                    asked=asked,
+                    held=self._held,
+                )
+            except KvcdnError as error:
+                self.report.miss(error)
+                self._published, self.length = PublishedPrefix(()), 0
         self._explain_short_match()
 
     @property
@@ -136,8 +140,9 @@ class Attempt:
         return best
 
     def _look_up(self, local: LocalPrefixes, chain: Chain) -> LocalPrefix | None:
+        devices = layer_devices(self._loaded.model, chain.model.layout)
         try:
-            found = local.find(chain, self.prompt.boundaries, self._supply.gate.trust, device_of(self._loaded.model))
+            found = local.find(chain, self.prompt.boundaries, self._supply.gate.trust, devices)
             if found is not None:
                 self._revoked.require_model(chain.model.tag)
                 for block in found.blocks:

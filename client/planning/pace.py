@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvcdn.client.planning.plan import TURN
 from kvcdn.keys import BlockName
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.place import device_of
+from kvcdn.model.place import layer_devices, on_cpu
 from kvcdn.model.speed import Pass, PrefillSpeed, PrefillSpeeds, prefill_speeds, remember_passes
 
 _LEAST_PART = 0.25
@@ -37,7 +37,7 @@ class Pace:
 
     def __init__(self, loaded: LoadedModel, blocks: Sequence[BlockName]) -> None:
         self.running: RunningPass | None = None
-        self.on_cpu = device_of(loaded.model).type == "cpu"
+        self.on_cpu = on_cpu(layer_devices(loaded.model, loaded.identity.layout))
         self._loaded = loaded
         self._blocks = blocks
         self._before = prefill_speeds(loaded)

@@ -28,7 +28,7 @@ from kvcdn.errors import KvcdnError
 from kvcdn.keys import BlockName, ModelIdentity
 from kvcdn.model.cache import GROWTH_TOKENS, CacheLayer
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.place import device_of
+from kvcdn.model.place import layer_devices
 from kvcdn.model.prefill import PrefillStoppedError, ScheduledPrefill
 
 _IN_FLIGHT = 2
@@ -155,7 +155,7 @@ class Race:
             self._blocks,
             length=self._length,
             capacity=len(self._token_ids) + GROWTH_TOKENS,
-            device=device_of(self._loaded.model),
+            devices=layer_devices(self._loaded.model, self._identity.layout),
             trust=self._supply.gate.trust,
             max_kl=self._supply.max_kl,
             held=self._held,

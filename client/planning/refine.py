@@ -12,8 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
-
 from kvcdn.client.loading.coarse import CoarseRows
 from kvcdn.client.loading.fetch import PrefixFetch
 from kvcdn.client.loading.local import FetchedPrefix, LocalPrefixes
@@ -22,11 +20,10 @@ from kvcdn.client.planning.supply import Supply
 from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.keys import PRECISION_NATIVE, BlockName, Chain, ModelIdentity, refinement_of
+from kvcdn.model.place import all_on
 
 MAX_WAITING = 4
 """Prefixes that wait to be refined; others are refined when they are used again."""
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ class Refiner:
         if coarse.kept is not None:
             wait([coarse.kept])
         chain = Chain(coarse.model, supply.namespace, coarse.token_ids)
-        found = self._local.find(chain, (coarse.end,), supply.gate.trust, _CPU)
+        found = self._local.find(chain, (coarse.end,), supply.gate.trust, all_on("cpu", coarse.model.layout))
         if found is None:
             return None
         return CoarseRows(
@@ -157,7 +154,7 @@ class Refiner:
             blocks,
             length=end,
             capacity=end,
-            device=_CPU,
+            devices=all_on("cpu", model.layout),
             trust=trust,
             coarse=rows,
             watch=self._watch,

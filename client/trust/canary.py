@@ -21,7 +21,7 @@ from kvcdn.keys import EXACT_TOKENS
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.recompute import Span, compare_span, earliest_start
 from kvcdn.model.remembered import Remembered
-from kvcdn.model.weights import sample_weights
+from kvcdn.model.weights import runs_foreign_code, sample_weights
 from kvcdn.signing import PublicKey
 
 HEAD_TOKENS = 16
@@ -51,8 +51,11 @@ class Canary:
         self._failed: dict[tuple[Digest, PublicKey], str] = {}
 
     def due(self, by: set[Maker]) -> bool:
-        """Whether caches of any of these makers have not been tried with this model as it is now."""
-        return not all(self._known(key) for key in self._keys(by))
+        """Whether caches of any of these makers have not been tried with this model as it is now.
+
+        Code of no known library may do something else the next time, so that beside it each is tried.
+        """
+        return runs_foreign_code(self._loaded.model) or not all(self._known(key) for key in self._keys(by))
 
     def failures(self) -> dict[PublicKey, str]:
         """Publishers whose caches were not this model's as it is now, each with what was found."""

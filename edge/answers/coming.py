@@ -1,7 +1,7 @@
 """Coming: objects that have yet to come, from a plain request to the head of the answer without the web framework.
 
-What `express` recognises, and the cache does not hold, waits here for its fill. Much of what a cold miss cost until its first
-byte was the framework's: to read the request once more, and to wrap it, its answer and its task.
+What `express` recognises, and the cache does not hold, waits here for its fill. A third of what the loop did until the first
+byte of a miss was the framework's: to read the request once more, and to wrap it, its answer and its task.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from kvcdn.cli import (
     edge,
     explain,
     inspect,
+    jobs,
     journal,
     keygen,
     lint,
@@ -84,6 +85,7 @@ app.command()(economics.economics)
 app.add_typer(journal.app, name="journal")
 app.command()(simulate.simulate)
 app.command()(usage.usage)
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(watches.app, name="watches")
 app.add_typer(trust.app, name="trust")
 app.add_typer(bench.app, name="bench")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,16 +21,25 @@ def print_json(value: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""What moves a terminal's cursor, or turns the order of what is read: names, labels and reasons are anybody's words."""
+
+
 def print_text(text: str) -> None:
     """A line of result for people."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(plain(text) + "\n")
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
     """A line beside the result."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(plain(text) + "\n")
     sys.stderr.flush()
+
+
+def plain(text: str) -> str:
+    """`text` with what would command a terminal written out."""
+    return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def ticking() -> Callable[[str, int], None]:

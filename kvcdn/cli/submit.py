@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import typer
 import urllib3
@@ -62,9 +62,22 @@ class ServiceClient:
         """Ends a watch that was added. Raises a KvcdnError."""
         self._ask("DELETE", f"/v1/watches/{quote(name, safe='')}")
 
+    def jobs(self, state: str | None, after: str, limit: int) -> dict[str, Any]:
+        """A page of the jobs that the token may see: `jobs`, and what is `next`. Raises a KvcdnError."""
+        asked = {"state": state, "after": after, "limit": limit}
+        return self._ask("GET", "/v1/jobs?" + urlencode({word: value for word, value in asked.items() if value}))
+
     def get(self, name: str) -> dict[str, Any]:
         """The job `name` as it is now. Raises a KvcdnError."""
-        return self._ask("GET", f"/v1/jobs/{name}")
+        return self._ask("GET", f"/v1/jobs/{quote(name, safe='')}")
+
+    def cancel(self, name: str) -> dict[str, Any]:
+        """The job, cancelled if it has not ended. Raises a KvcdnError."""
+        return self._ask("DELETE", f"/v1/jobs/{quote(name, safe='')}")
+
+    def retry(self, name: str) -> dict[str, Any]:
+        """The dead job, queued again. Raises a KvcdnError."""
+        return self._ask("POST", f"/v1/jobs/{quote(name, safe='')}/retry")
 
     def follow(self, name: str) -> Iterator[dict[str, Any]]:
         """The job, again and again, until it has ended."""

@@ -26,6 +26,12 @@ def list_watches(service: Service, token: Token = None, *, as_json: AsJson = Fal
         print_json({"service": service, "watches": watches})
         return
     print_table(_HEADINGS, [_row(watch) for watch in watches])
+    for watch in watches:
+        shown = watch.get("failures", [])
+        for one in shown:
+            print_text(f"{watch.get('name')}: {one.get('document')}: {one.get('reason')}")
+        if shown and (more := watch.get("failing", 0) - len(shown)) > 0:
+            print_text(f"{watch.get('name')}: {more:,} more fail")
 
 
 @app.command()

@@ -62,8 +62,12 @@ class Instructions:
         return self.plain(*arguments)
 
 
+Uses = Mapping[str, Callable[..., Any] | Instructions]
+"""What a loop calls, by the names by which it does; each may call those before it."""
+
+
 class Loop(Generic[P]):
-    """A function that returns nothing, and its machine code where there is one. Thread-safe.
+    """A function over arrays, and its machine code where there is one. Thread-safe. It returns a number, or nothing.
 
     `parameters` are arrays, or numbers by numba's names of their types; `uses` are the functions that it calls, by the names by
     which it does, and which may call those before them.
@@ -74,17 +78,17 @@ class Loop(Generic[P]):
 
     def __init__(
         self,
-        function: Callable[P, None],
+        function: Callable[P, Any],
         parameters: Sequence[Array | str],
-        uses: Mapping[str, Callable[..., Any] | Instructions] | None = None,
+        uses: Uses | None = None,
     ) -> None:
         self._function, self._parameters, self._uses = function, parameters, uses or {}
         kinds = (one if isinstance(one, str) else one.dtype for one in parameters)
         mark = _mark((function, *self._uses.values()))
         self.name = "_".join((function.__name__, *kinds, mark))
-        self._native: Callable[P, None] | None = None
+        self._native: Callable[P, Any] | None = None
 
-    def native(self) -> Callable[P, None] | None:
+    def native(self) -> Callable[P, Any] | None:
         """The machine code, or None: it is then asked for."""
         if self._native is None:
             _COMPILER.ask(self)
@@ -112,7 +116,7 @@ class Loop(Generic[P]):
             used[name] = _HELPERS[key]
         function = FunctionType(plain.__code__, {**plain.__globals__, **used}, self.name)
         function.__qualname__ = self.name
-        signature = numba.void(*(_numba_type(numba, one) for one in self._parameters))
+        signature = tuple(_numba_type(numba, one) for one in self._parameters)
         try:
             self._native = numba.njit(signature, cache=True, **options)(function)
         except Exception as error:  # noqa: BLE001 - no place to write, a full disk, a torn file: numba raises what it meets

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codec import PLAIN_CHUNK, Rows
+from kvcdn.codecs.chunks import CHUNK, ask_ahead
 from kvcdn.codecs.compiled import Array, Loop
 from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
@@ -244,6 +245,11 @@ _TAKE_APART = Loop(
 )
 
 
+def _ask_for_pair(out: Bits, place: int, width: int) -> None:
+    for ahead in range(place, place + 2 * width, CHUNK):
+        ask_ahead(out, ahead)
+
+
 def _join(
     packed: Bytes, bases: Bytes, kept: Bytes, places: NDArray[np.uint32], exponents: Bytes, out: Bits, sound: Bytes
 ) -> None:
@@ -260,6 +266,7 @@ def _join(
     sound[0] = 1
     for pair in range(len(packed)):
         low, high = 2 * pair, 2 * pair + 1
+        _ask_for_pair(out, low * width, width)
         for column in range(width):
             exponent = (packed[pair, column] & 15) + bases[column]
             out[low, column] = exponent << 7 | (kept[low, column] * 0x0101 & 0x807F)
@@ -284,6 +291,7 @@ _JOIN = Loop(
         Array("uint16", 2, written=True),
         Array("uint8", written=True),
     ),
+    {"ask_ahead": ask_ahead, "_ask_for_pair": _ask_for_pair},
 )
 
 

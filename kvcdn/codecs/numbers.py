@@ -43,7 +43,8 @@ NATIVE_DTYPES = {"bfloat16": "uint16", "float16": "uint16", "float32": "float32"
 """Of the arrays into which compiled loops round: numpy has no bfloat16, and numba no float16."""
 
 
-def _round_to_bfloat16(_: Floats, bits: Bits, out: NDArray[np.uint16], row: int) -> None:
+def round_to_bfloat16(_: Floats, bits: Bits, out: NDArray[np.uint16], row: int) -> None:
+    """Ties go away from zero."""
     for column in range(len(bits)):
         out[row, column] = np.uint32(bits[column] + np.uint32(0x8000)) >> np.uint32(16)
 
@@ -72,7 +73,7 @@ def _keep_float32(values: Floats, _: Bits, out: Floats, row: int) -> None:
 
 
 ROUNDERS: Mapping[str, Callable[[Floats, Bits, NDArray[Any], int], None]] = {
-    "bfloat16": _round_to_bfloat16,
+    "bfloat16": round_to_bfloat16,
     "float16": _round_to_float16,
     "float32": _keep_float32,
 }

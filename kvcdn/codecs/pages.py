@@ -10,13 +10,13 @@ Nothing is read farther behind the data than `MARGIN_BYTES`: where a stream stan
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcdn.codecs.compiled import Array, Instructions, Loop
+from kvcdn.codecs.chunks import EMIT, Vectors
+from kvcdn.codecs.compiled import Array, Instructions, Loop, Uses
 
 BYTE_BITS = 8
 
@@ -30,18 +30,15 @@ _MOST_LOG = 12
 """Of the states of a table; pcodec has at most 14, and needs no more than this for such alphabets."""
 
 _MOST_OFFSET = 16
-_NARROW = 14
-"""Four numbers of so many bits are in any 57."""
 
 MARGIN_BYTES = BATCH * (_MOST_LOG + _MOST_OFFSET) // 8 + 16
 """A batch, and what is read at once."""
 
-_WHICH, _LEFT, _TARGET, _PLACE, _END, _WIDEST, _STATES = range(7)
-"""Of a lane: its stream or -1, symbols left, where they go, where it stands in bits, its end, the most bits of an offset,
-and the first of four states."""
+_WHICH, _LEFT, _TARGET, _PLACE, _END, _STATES = range(6)
+"""Of a lane: its stream or -1, symbols left, where they go, where it stands in bits, its end, and the first of four states."""
 
 _ONE, _TWO, _THREE, _BITS, _NEXT = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(0xFF), np.uint64(48)
-_SEVEN = np.uint64(7)
+_SEVEN, _EIGHT = np.uint64(7), np.uint64(8)
 
 _LOGARITHMS = np.array([max(number, 1).bit_length() - 1 for number in range(2 << _MOST_LOG)], np.uint8)
 """Of two, rounded down."""
@@ -86,8 +83,8 @@ def _take_bits(data: Bytes, place: Any, count: Any) -> Any:
     return np.int64((read_word(data, place >> 3) >> np.uint64(place & 7)) & ((_ONE << np.uint64(count)) - _ONE))
 
 
-def _fill_table(data: Bytes, place: int, log: int, bins: int, nodes: Nodes) -> int:
-    """Makes the table of 2^`log` states from the `bins` that begin at bit `place`; the widest offset, -1 for impossible ones.
+def _fill_table(data: Bytes, place: int, log: int, bins: int, nodes: Nodes) -> bool:
+    """Makes the table of 2^`log` states from the `bins` that begin at bit `place`; False for impossible ones.
 
     A node has the state that follows but for the bits that are read, a bin's lower bound, the offset's bits, and how many bits
     are read: from bits 48, 16, 8 and 0 on.
@@ -96,7 +93,7 @@ def _fill_table(data: Bytes, place: int, log: int, bins: int, nodes: Nodes) -> i
     owners, owned = np.empty(size, np.int16), np.empty(bins, np.int64)
     following = np.empty(bins, np.int64)
     stride = (3 * size // 5) | 1
-    state = total = widest = 0
+    state = total = 0
     for number in range(bins):
         weight = _take_bits(data, place, log) + 1
         lower = _take_bits(data, place + log, 16) ^ 0x8000
@@ -104,22 +101,21 @@ def _fill_table(data: Bytes, place: int, log: int, bins: int, nodes: Nodes) -> i
         place += log + 21
         total += weight
         if total > size or offset > _MOST_OFFSET:
-            return -1
-        widest = max(widest, offset)
+            return False
         owned[number] = (lower << 16) | (offset << 8)
         following[number] = weight
         for _ in range(weight):
             owners[np.uintp(state)] = number
             state = (state + stride) & (size - 1)
     if total != size:
-        return -1
+        return False
     for number in range(size):
         owner = np.uintp(owners[number])
         count = following[owner]
         bits = log - np.int64(_LOGARITHMS[np.uintp(count)])
         nodes[number] = owned[owner] | ((count << bits) - size) << 48 | bits
         following[owner] = count + 1
-    return widest
+    return True
 
 
 def _open_stream(data: Bytes, begin: int, end: int, lane: Places, nodes: Nodes) -> bool:
@@ -138,10 +134,9 @@ def _open_stream(data: Bytes, begin: int, end: int, lane: Places, nodes: Nodes) 
     if _take_bits(data, page + 4 * log, behind - page - 4 * log):
         return False
     lane[_PLACE], lane[_END] = behind, 8 * end
-    lane[_WIDEST] = _fill_table(data, place + 19, log, bins, nodes)
     for number in range(4):
         lane[_STATES + number] = _take_bits(data, page + number * log, log)
-    return bool(lane[_WIDEST] >= 0)
+    return _fill_table(data, place + 19, log, bins, nodes)
 
 
 def _take(node: np.uint64, word: np.uint64) -> np.uint64:
@@ -202,29 +197,83 @@ def _read_one(data: Bytes, lane: Places, nodes: Nodes, found: Nodes, count: int)
     lane[_STATES], lane[_STATES + 1], lane[_STATES + 2], lane[_STATES + 3] = a, b, c, d
 
 
-def _complete(data: Bytes, lane: Places, lowers: Numbers, widths: Bytes, symbols: Numbers, count: int) -> bool:
-    """Adds to the bounds of the next `count` symbols' bins what they are above them; False where the stream has ended before.
+_ABREAST = 8
+"""Symbols whose offsets are added at once."""
 
-    `lowers` and `widths` are the nodes, in pieces of two bytes and of one.
+_MOST_BITS = 57
+"""In eight bytes, wherever among the bits of the first they begin."""
+
+
+def _add_offsets(nodes: Nodes, number: int, word: np.uint64, symbols: Numbers, target: int) -> int:
+    """The symbols of `_ABREAST` nodes from `number` on, whose offsets follow each other in `word`; how many bits these take.
+
+    Of more than a word has, symbols are anything.
     """
-    place, target, done = lane[_PLACE], lane[_TARGET], 0
-    if lane[_WIDEST] == 0:
-        done = count
-        for number in range(count):
-            symbols[np.uintp(target + number)] = lowers[np.uintp(4 * number + 1)]
-    elif lane[_WIDEST] <= _NARROW:
-        done = count // 4 * 4
-        for number in range(0, done, 4):
+    total = 0
+    for place in range(_ABREAST):
+        node = int(nodes[number + place])
+        width = (node >> 8) & 0xFF
+        value = (node >> 16) + ((int(word) >> total) & ((1 << width) - 1))
+        symbols[target + place] = np.uint16(value & 0xFFFF).view(np.int16)
+        total += width
+    return total
+
+
+def _build_adding() -> Any:
+    """`_add_offsets` for numba."""
+    from llvmlite import ir  # noqa: PLC0415 - as in kvcdn.codecs.compiled
+    from numba import types  # noqa: PLC0415
+    from numba.extending import intrinsic  # noqa: PLC0415
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vectors, wide = Vectors(context, builder, signature.args, arguments), ir.VectorType(ir.IntType(64), _ABREAST)
+        _, number, word, _, target = arguments
+        nodes = vectors.load(wide, 0, number)
+        widths = builder.and_(builder.lshr(nodes, vectors.all(wide, 8)), vectors.all(wide, 0xFF))
+        ends = widths
+        for step in (1, 2, 4):
+            zeros = vectors.all(wide, 0)
+            # Places below `step` take a zero, others what is `step` places before them.
+            places = [_ABREAST if place < step else place - step for place in range(_ABREAST)]
+            ends = builder.add(
+                ends, builder.shuffle_vector(ends, zeros, ir.Constant(ir.VectorType(ir.IntType(32), _ABREAST), places))
+            )
+        masks = builder.sub(builder.shl(vectors.all(wide, 1), widths), vectors.all(wide, 1))
+        bits = builder.lshr(vectors.spread(wide, word), builder.sub(ends, widths))
+        values = builder.add(builder.lshr(nodes, vectors.all(wide, 16)), builder.and_(bits, masks))
+        vectors.store(builder.trunc(values, vectors.kind(16, _ABREAST)), 3, target)
+        return builder.extract_element(ends, ir.IntType(32)(_ABREAST - 1))
+
+    def add(_: Any, nodes: Any, number: Any, word: Any, symbols: Any, target: Any) -> Any:
+        return types.int64(nodes, number, word, symbols, target), generate
+
+    return intrinsic(add)
+
+
+add_offsets = Instructions(_add_offsets, _build_adding, EMIT)
+
+
+def _complete(data: Bytes, lane: Places, nodes: Nodes, first: int, symbols: Numbers, count: int) -> bool:
+    """Adds to the bounds of the next `count` symbols' bins, `nodes` from the `first` on, what they are above them.
+
+    False where the stream has ended before.
+    """
+    place, target, number, lowers = lane[_PLACE], lane[_TARGET], 0, nodes.view(np.int16)
+    while number < count:
+        if count - number >= _ABREAST:
             word = read_word(data, place >> 3) >> np.uint64(place & 7)
-            for at in range(number, number + 4):
-                width = np.uint64(widths[np.uintp(8 * at + 1)])
-                symbols[np.uintp(target + at)] = lowers[np.uintp(4 * at + 1)] + np.int64(word & ((_ONE << width) - _ONE))
-                word >>= width
-                place += np.int64(width)
-    for number in range(done, count):
-        size = np.int64(widths[np.uintp(8 * number + 1)])
-        symbols[np.uintp(target + number)] = lowers[np.uintp(4 * number + 1)] + _take_bits(data, place, size)
-        place += size
+            total = add_offsets(nodes, first + number, word, symbols, target + number)
+            if total <= _MOST_BITS:
+                place += total
+                number += _ABREAST
+                continue
+        behind = min(number + _ABREAST, count)
+        for one in range(number, behind):
+            node = nodes[np.uintp(first + one)]
+            size = np.int64((node >> _EIGHT) & _BITS)
+            symbols[np.uintp(target + one)] = lowers[np.uintp(4 * (first + one) + 1)] + _take_bits(data, place, size)
+            place += size
+        number = behind
     lane[_PLACE] = place
     lane[_LEFT] -= count
     lane[_TARGET] += count
@@ -274,7 +323,6 @@ def decode_streams(data: Bytes, start: int, lengths: Places, counts: Places, sym
     """
     lanes, nodes = np.zeros((2, _STATES + 4), np.int64), np.empty(2 << _MOST_LOG, np.uint64)
     found, taken = np.empty(2 * BATCH, np.uint64), np.zeros(len(counts), np.uint8)
-    lowers, widths = found.view(np.int16), found.view(np.uint8)
     lanes[:, _WHICH] = -1
     while True:
         for side in range(2):
@@ -286,8 +334,7 @@ def decode_streams(data: Bytes, start: int, lengths: Places, counts: Places, sym
         while going and min(lanes[0, _LEFT], lanes[1, _LEFT]) >= BATCH:
             _read_both(data, lanes, nodes, found)
             for side in range(2):
-                bounds, offsets = lowers[4 * BATCH * side :], widths[8 * BATCH * side :]
-                going &= _complete(data, lanes[side], bounds, offsets, symbols, BATCH)
+                going &= _complete(data, lanes[side], found, BATCH * side, symbols, BATCH)
         for side in range(2):
             lane = lanes[side]
             if lane[_WHICH] < 0 or (both and going and lane[_LEFT] >= BATCH):
@@ -296,7 +343,7 @@ def decode_streams(data: Bytes, start: int, lengths: Places, counts: Places, sym
             while going and lane[_LEFT]:
                 count = min(lane[_LEFT], BATCH)
                 _read_one(data, lane, nodes[side << _MOST_LOG :], found, count)
-                going = _complete(data, lane, lowers, widths, symbols, count)
+                going = _complete(data, lane, found, 0, symbols, count)
             _close_stream(data, lane, sound)
 
 
@@ -305,7 +352,7 @@ def _decode(stored: Bytes, lengths: Places, counts: Places, symbols: Numbers, so
     decode_streams(pad(stored), 0, lengths, counts, symbols, sound)
 
 
-USES: Mapping[str, Callable[..., Any] | Instructions] = {
+USES: Uses = {
     "read_word": read_word,
     "_take_bits": _take_bits,
     "_fill_table": _fill_table,
@@ -313,6 +360,7 @@ USES: Mapping[str, Callable[..., Any] | Instructions] = {
     "_take": _take,
     "_read_both": _read_both,
     "_read_one": _read_one,
+    "add_offsets": add_offsets,
     "_complete": _complete,
     "_close_stream": _close_stream,
     "_choose": _choose,

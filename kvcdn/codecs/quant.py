@@ -6,33 +6,20 @@ Nothing is entropy-coded: that would save a few percent, and take more time than
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codec import Encoded, Rows
-from kvcdn.codecs.compiled import Array, Loop
-from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats, to_float32, write_rounded
+from kvcdn.codecs.grids import CODE_BITS, HEADER, INFINITE, MAX_BITS, SIGN, SPREAD
+from kvcdn.codecs.numbers import NATIVE_DTYPES, Floats, to_float32, write_rounded
 from kvcdn.digest import Buffer
 from kvcdn.errors import CorruptError
 
-_HEADER = struct.Struct("<BBBBHH")
-"""Bits, centred, exact rows in front, exact rows at the end, tokens and values of a group."""
-
-CODE_BITS = (4, 8)
-MAX_BITS = 8
-
 _PIECE_VALUES = 96 * 1024
 """Values decoded at a time: as float32 they stay in a core's cache, and their memory is reused without page faults."""
-
-_INFINITE = 0x7F80
-"""The exponent of bfloat16 infinities and NaN."""
-
-_SIGN = 0x8000
 
 _LOW = np.uint8(0x0F)
 _HALF_BYTE = np.uint8(4)
@@ -76,7 +63,7 @@ def encode_grid(raw: Buffer, rows: Rows, grid: Grid) -> Encoded | None:
     parameters = [] if grid.centred else [_upper(np.stack(offsets))] if offsets else []
     parameters += [_upper(np.stack(steps))] if steps else []
     row = len(bytes(raw)) // tokens
-    header = _HEADER.pack(grid.bits, grid.centred, lead, trail, grid.tokens, grid.values)
+    header = HEADER.pack(grid.bits, grid.centred, lead, trail, grid.tokens, grid.values)
     stored = (*parameters, _join(codes.reshape(-1), grid.bits))
     data = b"".join((header, raw[: lead * row], raw[(tokens - trail) * row :], *stored))
     out = bytearray(len(raw))
@@ -132,38 +119,68 @@ def _split(stored: memoryview, count: int, bits: int) -> NDArray[np.uint8]:
     return codes
 
 
-def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
-    """Fills `out` with the rounded numbers. Raises CorruptError."""
+@dataclass(frozen=True)
+class GridPart:
+    """A part taken apart: exact rows at both ends, codes of so many bits in groups of so many tokens, and their parameters.
+
+    These are bits of bfloat16 numbers, [1 or 2, groups of tokens, heads, groups of values, 1], not looked at yet.
+    """
+
+    bits: int
+    group_tokens: int
+    group_values: int
+    lead: memoryview
+    trail: memoryview
+    parameters: NDArray[np.uint16]
+    codes: memoryview
+    middle: int
+    """Tokens that have codes."""
+
+    def checked(self, what: str) -> Floats:
+        """The parameters as float32. Raises CorruptError for one that is not finite, and for a negative step."""
+        return _checked(self.parameters, what)
+
+
+def parse_grid(encoded: Buffer, rows: Rows, what: str) -> GridPart:
+    """Takes a part apart. Raises CorruptError where its sizes are not those that belong."""
     tokens, heads, dim = rows.shape
-    if len(encoded) < _HEADER.size:
+    if len(encoded) < HEADER.size:
         raise CorruptError(f"{what}: {len(encoded)} bytes are too few for numbers on grids")
-    bits, centred, lead, trail, group_tokens, group_values = _HEADER.unpack_from(encoded)
+    bits, centred, lead, trail, group_tokens, group_values = HEADER.unpack_from(encoded)
     sound = bits in CODE_BITS and centred <= 1 and group_tokens > 0 and 0 < group_values <= dim
     middle = tokens - lead - trail
     if not sound or dim % group_values or middle < 0:
         raise CorruptError(f"{what}: the numbers' grid is not possible")
-    row = len(out) // tokens
+    row = heads * dim * rows.typesize
     shape = (1 if centred else 2, -(-middle // group_tokens), heads, dim // group_values, 1)
     sizes = (lead * row, trail * row, 2 * math.prod(shape), -(-middle * heads * dim * bits // 8))
-    if _HEADER.size + sum(sizes) != len(encoded):
-        raise CorruptError(f"{what}: numbers on grids of {len(encoded)} bytes, {_HEADER.size + sum(sizes)} belong")
-    first, last, stored, coded = _cut(memoryview(encoded)[_HEADER.size :], sizes)
-    out[: len(first)] = first
-    out[len(out) - len(last) :] = last
-    if not middle:
-        return
+    if HEADER.size + sum(sizes) != len(encoded):
+        raise CorruptError(f"{what}: numbers on grids of {len(encoded)} bytes, {HEADER.size + sum(sizes)} belong")
+    first, last, stored, coded = _cut(memoryview(encoded)[HEADER.size :], sizes)
     parameters = np.frombuffer(stored, "<u2").reshape(shape)
-    place = out[lead * row : (lead + middle) * row]
-    spread = _SPREAD[rows.dtype].native()
-    if spread is None:
-        _spread_by_numpy(_checked(parameters, what), coded, (bits, group_tokens), place, rows)
-        return
-    target = np.frombuffer(place, NATIVE_DTYPES[rows.dtype]).reshape(middle, heads * dim)
-    sound = np.zeros(1, np.uint8)
-    table = parameters.reshape(*shape[:2], heads * dim // group_values)
-    spread(table, np.frombuffer(coded, np.uint8), bits, group_tokens, group_values, target, sound)
-    if not sound[0]:
-        raise _not_a_number(what)
+    return GridPart(bits, group_tokens, group_values, first, last, parameters, coded, middle)
+
+
+def decode_grid(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
+    """Fills `out` with the rounded numbers. Raises CorruptError."""
+    tokens, heads, dim = rows.shape
+    spread = SPREAD[rows.dtype].native()
+    if spread is not None:
+        target = np.frombuffer(out, NATIVE_DTYPES[rows.dtype]).reshape(tokens, heads * dim)
+        if spread(np.frombuffer(encoded, np.uint8), dim, target):
+            return
+    _decode_by_numpy(encoded, rows, out, what)
+
+
+def _decode_by_numpy(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
+    """The same, and says what is wrong."""
+    part = parse_grid(encoded, rows, what)
+    end = len(out) - len(part.trail)
+    out[: len(part.lead)] = part.lead
+    out[end:] = part.trail
+    if part.middle:
+        place = out[len(part.lead) : end]
+        _spread_by_numpy(part.checked(what), part.codes, (part.bits, part.group_tokens), place, rows)
 
 
 def _spread_by_numpy(parameters: Floats, coded: memoryview, form: tuple[int, int], place: memoryview, rows: Rows) -> None:
@@ -180,91 +197,6 @@ def _spread_by_numpy(parameters: Floats, coded: memoryview, form: tuple[int, int
         numbers = _Numbers(codes, offsets, steps, group)
         for begin, end in numbers.pieces():
             write_rounded(numbers.of(begin, end), rows.dtype, place[begin * row : end * row])
-
-
-round_row = ROUNDERS["bfloat16"]
-"""In each loop, the one of its dtype."""
-
-
-def _are_numbers(stored: NDArray[np.uint16]) -> bool:
-    """Whether all parameters are finite, and no step is negative."""
-    kinds, groups, columns = stored.shape
-    wrong = False
-    for kind in range(kinds):
-        forbidden = _SIGN if kind == kinds - 1 else 0
-        for group in range(groups):
-            for column in range(columns):
-                one = stored[kind, group, column]
-                wrong |= (one & _INFINITE == _INFINITE) | (one & forbidden != 0)
-    return not wrong
-
-
-def _spread_parameters(stored: NDArray[np.uint16], bits: int, group: int, width: int, steps: Floats, offsets: Floats) -> None:
-    """The step and the offset of each column, for the tokens of a group."""
-    step_bits, offset_bits = steps.view(np.uint32), offsets.view(np.uint32)
-    last = len(stored) - 1
-    for column in range(len(steps)):
-        step_bits[column] = np.uint32(stored[last, group, column // width]) << 16
-        if last:
-            offset_bits[column] = np.uint32(stored[0, group, column // width]) << 16
-        else:
-            offsets[column] = np.float32(-(1 << (bits - 1))) * steps[column]
-
-
-def _spread(  # noqa: C901 - one loop, over arrays
-    parameters: NDArray[np.uint16],
-    coded: NDArray[np.uint8],
-    bits: int,
-    group: int,
-    width: int,
-    out: NDArray[Any],
-    sound: NDArray[np.uint8],
-) -> None:
-    """Rounds the numbers of codes into `out` [tokens, columns]; parameters are [1 or 2, groups of tokens, groups of columns].
-
-    `sound` is 0 before, and where a parameter is not a number that belongs there.
-    """
-    tokens, columns = out.shape
-    if not _are_numbers(parameters):
-        return
-    sound[0] = 1
-    half = len(coded)
-    steps, offsets, row = np.empty(columns, np.float32), np.empty(columns, np.float32), np.empty(columns, np.float32)
-    row_bits = row.view(np.uint32)
-    for token in range(tokens):
-        if token % group == 0:
-            _spread_parameters(parameters, bits, token // group, width, steps, offsets)
-        begin = token * columns
-        if bits == MAX_BITS:
-            codes = coded[begin : begin + columns]
-            for column in range(columns):
-                row[column] = codes[column] * steps[column] + offsets[column]
-        elif begin + columns <= half:
-            codes = coded[begin : begin + columns]
-            for column in range(columns):
-                row[column] = np.float32(np.uint8(codes[column] & 15)) * steps[column] + offsets[column]
-        elif begin >= half:
-            codes = coded[begin - half : begin - half + columns]
-            for column in range(columns):
-                row[column] = np.float32(np.uint8(codes[column] >> 4)) * steps[column] + offsets[column]
-        else:
-            for column in range(columns):
-                number = begin + column
-                code = coded[number] & 15 if number < half else coded[number - half] >> 4
-                row[column] = np.float32(np.uint8(code)) * steps[column] + offsets[column]
-        round_row(row, row_bits, out, token)
-
-
-def _spread_loop(dtype: str) -> Loop[NDArray[np.uint16], NDArray[np.uint8], int, int, int, NDArray[Any], NDArray[np.uint8]]:
-    out = Array(NATIVE_DTYPES[dtype], 2, written=True)
-    return Loop(
-        _spread,
-        (Array("uint16", 3), Array("uint8"), "int64", "int64", "int64", out, Array("uint8", written=True)),
-        {"round_row": ROUNDERS[dtype], "_are_numbers": _are_numbers, "_spread_parameters": _spread_parameters},
-    )
-
-
-_SPREAD = {dtype: _spread_loop(dtype) for dtype in ROUNDERS}
 
 
 class _Numbers:
@@ -310,7 +242,7 @@ def _cut(data: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 
 def _checked(stored: NDArray[np.uint16], what: str) -> Floats:
     """The parameters as float32. Raises CorruptError for one that is not finite, and for a negative step."""
-    if ((stored & _INFINITE) == _INFINITE).any() or (stored[-1] & _SIGN).any():
+    if ((stored & INFINITE) == INFINITE).any() or (stored[-1] & SIGN).any():
         raise _not_a_number(what)
     return (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
 

@@ -20,8 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcdn.codecs import matrixunit, tiles
+from kvcdn.codecs.chunks import CHUNK as WIDE_CHUNK
+from kvcdn.codecs.chunks import round_chunk
 from kvcdn.codecs.classes import EXPONENTS, LEAST_APART, LEAST_LEVEL, LEVELS, MOST_EXPONENT
-from kvcdn.codecs.compiled import Array, Loop
+from kvcdn.codecs.compiled import Array, Loop, Uses
 from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, Floats
 from kvcdn.codecs.pages import USES, Bytes, Places, decode_streams, pad
 from kvcdn.codecs.symbols import Symbols
@@ -173,6 +175,30 @@ def _turn_interleaved(rows: Floats, line: int, columns: int, dim: int, cosines: 
             rows[line, second] = right * cosines[token, pair] + left * sines[token, pair]
 
 
+def _write_rows(rows: Floats, count: int, order: Places, begin: int, out: NDArray[Any]) -> None:
+    """Rounds the first `count` of `rows` into those of `out` that stand in `order` from `begin` on."""
+    columns, bits = out.shape[1], rows.view(np.uint32)
+    for line in range(count):
+        _round_row(rows[line][:columns], bits[line][:columns], out, order[begin + line])
+
+
+_round_row = ROUNDERS["bfloat16"]
+"""In each loop, the one of its dtype."""
+
+
+def _write_rows_in_chunks(rows: Floats, count: int, order: Places, begin: int, out: NDArray[Any]) -> None:
+    """`_write_rows` of bfloat16. The last chunk of a row may overlap the one before it."""
+    columns, wide, bits = out.shape[1], rows.shape[1], rows.view(np.uint32)
+    if columns < WIDE_CHUNK:
+        _write_rows(rows, count, order, begin, out)
+        return
+    for line in range(count):
+        place, following = order[begin + line] * columns, order[min(begin + LINES + line, len(order) - 1)] * columns
+        for chunk in range(0, columns, WIDE_CHUNK):
+            column = min(chunk, columns - WIDE_CHUNK)
+            round_chunk(bits, line * wide + column, out, place + column, following + column)
+
+
 def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
     stored: Bytes,
     lengths: Places,
@@ -220,7 +246,7 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
     lines, sums = make_lines(int(ends[groups]) + CHUNK), make_sums()
     # With room for a tile behind a group: what is written there is the next group's, or nothing.
     rows, scaled = np.empty((LINES, columns + TILE), np.float32), np.empty(LINES, np.float32)
-    bits, means = rows.view(np.uint32), np.zeros(columns + TILE, np.float32)
+    means = np.zeros(columns + TILE, np.float32)
     means[:columns] = mean.reshape(columns)
     for begin in range(0, tokens, LINES):
         count = min(LINES, tokens - begin)
@@ -242,10 +268,14 @@ def _restore(  # noqa: C901, PLR0913, PLR0917 - one loop, over arrays
                 _turn_interleaved(rows, line, columns, mean.shape[1], cosines, sines, token)
             else:
                 _turn(rows, line, columns, mean.shape[1], cosines, sines, token)
-            _round_row(rows[line][:columns], bits[line][:columns], out, token)
+        write_rows(rows, count, order, begin, out)
 
 
-_round_row = ROUNDERS["bfloat16"]
+write_rows = _write_rows_in_chunks
+"""In each loop, the one of its dtype."""
+
+
+_IN_CHUNKS: Uses = {"round_chunk": round_chunk, "write_rows": _write_rows_in_chunks}
 
 
 def _restore_loop(dtype: str, product: Mapping[str, Any]) -> Loop[Any]:
@@ -269,6 +299,8 @@ def _restore_loop(dtype: str, product: Mapping[str, Any]) -> Loop[Any]:
             "_turn": _turn,
             "_turn_interleaved": _turn_interleaved,
             "_round_row": ROUNDERS[dtype],
+            "_write_rows": _write_rows,
+            **(_IN_CHUNKS if dtype == "bfloat16" else {"write_rows": _write_rows}),
         },
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,33 +80,49 @@ def encode_transform(raw: Buffer, rows: Rows, exponents: NDArray[np.int16], step
 def decode_transform(encoded: Buffer, rows: Rows, out: memoryview, what: str) -> None:
     """Fills `out` with the rounded numbers. Raises CorruptError."""
     tokens, heads, dim = rows.shape
-    basis = rows.basis
-    if not isinstance(basis, TensorBasis) or basis.mean.shape != (heads, dim):
-        raise CorruptError(f"{what}: its basis is not the one that belongs to this tensor")
-    payload = _Payload(encoded, tokens, len(out) // tokens, what)
+    payload, basis = _payload(encoded, rows, what), rows.basis
     out[: len(payload.exact)] = payload.exact
     middle = tokens - payload.lead
-    width = heads * dim
     target = out[len(payload.exact) :]
     if _restored(payload, rows, target):
         return
-    sides = payload.symbols(0, (middle, width))
-    exponents, levels = sides[:middle], sides[middle:]
-    if not in_range(exponents, levels):
-        raise payload.out_of_range()
-    order = np.argsort(exponents, kind="stable")
-    components = _join(payload, levels, exponents[order])
-    numbers = _synthesise(components, basis)
+    found = payload.components(middle, heads * dim)
+    numbers = _synthesise(found, basis)
     with np.errstate(over="ignore", invalid="ignore"):
-        steps = np.float32(payload.step) * np.exp2(exponents[order].astype(np.float32))
         placed = np.empty((middle, heads, dim), np.float32)
         for group, scale in enumerate(basis.scales):
-            numbers[group] *= (steps * scale)[:, None]
-        placed[order] = numbers.transpose(1, 0, 2).reshape(middle, heads, dim)
+            numbers[group] *= (found.steps * scale)[:, None]
+        placed[found.order] = numbers.transpose(1, 0, 2).reshape(middle, heads, dim)
         placed += basis.mean
         if basis.rope is not None:
             basis.rope.turn(placed, rows.start + payload.lead)
         write_rounded(placed, rows.dtype, target)
+
+
+@dataclass(frozen=True)
+class Components:
+    """Symbols that were decoded: [tokens by exponent, components that are stored], and what they are multiplied with.
+
+    `order` are the tokens, `steps` their float32 steps, `which` the components.
+    """
+
+    symbols: Symbols
+    which: NDArray[np.intp]
+    order: NDArray[np.intp]
+    steps: Floats
+
+
+def parse_transform(encoded: Buffer, rows: Rows, what: str) -> tuple[memoryview, Components]:
+    """The exact rows in front, and the components of all others: what needs no arithmetic. Raises CorruptError."""
+    payload, (tokens, heads, dim) = _payload(encoded, rows, what), rows.shape
+    return payload.exact, payload.components(tokens - payload.lead, heads * dim)
+
+
+def _payload(encoded: Buffer, rows: Rows, what: str) -> _Payload:
+    tokens, heads, dim = rows.shape
+    if not isinstance(rows.basis, TensorBasis) or rows.basis.mean.shape != (heads, dim):
+        raise CorruptError(f"{what}: its basis is not the one that belongs to this tensor")
+    return _Payload(encoded, tokens, heads * dim * rows.typesize, what)
 
 
 def _restored(payload: _Payload, rows: Rows, target: memoryview) -> bool:
@@ -167,8 +184,16 @@ class _Payload:
             raise CorruptError(f"{self._what}: {count} classes of symbols, {len(sizes)} belong")
         return self.symbols(2, sizes)
 
-    def out_of_range(self) -> CorruptError:
-        return CorruptError(f"{self._what}: a level or an exponent is out of range")
+    def components(self, tokens: int, width: int) -> Components:
+        """The symbols of so many tokens, of `width` components each."""
+        sides = self.symbols(0, (tokens, width))
+        exponents, levels = sides[:tokens], sides[tokens:]
+        if not in_range(exponents, levels):
+            raise CorruptError(f"{self._what}: a level or an exponent is out of range")
+        order = np.argsort(exponents, kind="stable")
+        with np.errstate(over="ignore"):
+            steps = np.float32(self.step) * np.exp2(exponents[order].astype(np.float32))
+        return Components(*_join(self, levels, exponents[order]), order, steps)
 
 
 def _classes(levels: NDArray[np.int16], exponents: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -184,14 +209,16 @@ def _split(symbols: NDArray[np.int16], levels: NDArray[np.int16], exponents: NDA
     return [np.concatenate([ordered[place].reshape(-1) for place in places]) for places in found.values()]
 
 
-def _join(payload: _Payload, levels: NDArray[np.int16], sorted_exponents: NDArray[np.int16]) -> tuple[Floats, NDArray[np.intp]]:
-    """Symbols [tokens by exponent, components by level] that are stored, as float32, and which components they are."""
+def _join(
+    payload: _Payload, levels: NDArray[np.int16], sorted_exponents: NDArray[np.int16]
+) -> tuple[Symbols, NDArray[np.intp]]:
+    """Symbols [tokens by exponent, components by level] that are stored, and which components they are."""
     columns = np.argsort(levels, kind="stable")
     found = rectangles(levels[columns], sorted_exponents)
     sizes = [sum((rows.stop - rows.start) * (cols.stop - cols.start) for rows, cols in places) for places in found.values()]
     stored = payload.classes(sizes)
     used = min((place[1].start for places in found.values() for place in places), default=len(columns))
-    symbols = np.zeros((len(sorted_exponents), len(columns) - used), np.float32)
+    symbols = np.zeros((len(sorted_exponents), len(columns) - used), np.int16)
     start = 0
     for rows, cols in (place for places in found.values() for place in places):
         target = symbols[rows, cols.start - used : cols.stop - used]
@@ -200,9 +227,9 @@ def _join(payload: _Payload, levels: NDArray[np.int16], sorted_exponents: NDArra
     return symbols, columns[used:]
 
 
-def _synthesise(components: tuple[Floats, NDArray[np.intp]], basis: TensorBasis) -> Floats:
+def _synthesise(components: Components, basis: TensorBasis) -> Floats:
     """Sums of components by the integers of the basis, [groups, tokens, dims]: exact, whatever the order of summation."""
-    symbols, which = components
+    symbols, which = components.symbols.astype(np.float32), components.which
     groups, _, width = basis.synthesis.shape
     sums = np.empty((groups, len(symbols), width), np.float32)
     if groups == 1:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcdn.layout import LayerSpec
+from kvcdn.layout import LayerSpec, Layout
 from kvcdn.model.layers import GROWTH_TOKENS, EmptyLayer, IndexedLayer, TokenMajorLayer, WindowLayer
-from kvcdn.model.states import HybridLayer, HybridWindowLayer, StateLayer
+from kvcdn.model.states import HybridLayer, HybridWindowLayer, StateLayer, WithStates
 
-__all__ = ["GROWTH_TOKENS", "CacheLayer", "beside", "build_cache", "cache_argument", "make_layer", "output_cache"]
+__all__ = [
+    "GROWTH_TOKENS",
+    "CacheLayer",
+    "beside",
+    "build_cache",
+    "cache_argument",
+    "make_layer",
+    "make_layers",
+    "output_cache",
+]
+
+_CPU = torch.device("cpu")
 
 CacheLayer = TokenMajorLayer | EmptyLayer | StateLayer
 
@@ -48,6 +59,22 @@ def make_layer(
     if length:
         layer.state_places()
     return layer
+
+
+def make_layers(layout: Layout, capacity: int, devices: Sequence[torch.device]) -> list[CacheLayer]:
+    """New layers of `layout`, each on its device, with room for `capacity` tokens and none in them."""
+    return [make_layer(spec, capacity, 0, device) for spec, device in zip(layout.layers, devices, strict=True)]
+
+
+def tensors_in(layer: CacheLayer) -> list[torch.Tensor]:
+    """All memory of a layer."""
+    rows = layer.storage if isinstance(layer, TokenMajorLayer) else []
+    return [*rows, *layer.state_places()] if isinstance(layer, WithStates) else rows
+
+
+def device_in(layer: CacheLayer) -> torch.device:
+    """Where a layer lies; one that keeps nothing lies on the CPU as well as anywhere."""
+    return layer.home if isinstance(layer, StateLayer) else getattr(layer, "device", _CPU) or _CPU
 
 
 def build_cache(model: PreTrainedModel, layers: Iterable[CacheLayer]) -> Cache:

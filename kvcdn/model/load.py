@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,14 @@ from kvcdn.keys import ModelIdentity
 from kvcdn.model.adapters import AdapterState, adapter_state, attach_adapters, bind_adapters, unwrapped
 from kvcdn.model.checkpoint import Checkpoint, resolve_checkpoint
 from kvcdn.model.fingerprint import fingerprint_checkpoint, flat_config, relevant_config
-from kvcdn.model.place import device_of
+from kvcdn.model.place import device_of, layer_devices
 from kvcdn.model.probe import probe_layout
-from kvcdn.model.processor import describe_device
+from kvcdn.model.processor import describe_devices
+from kvcdn.model.rope import steady_tokens
 from kvcdn.model.weights import require_checkpoint_weights
 from kvcdn.producer import MAX_TEXT, Producer
 
-LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, StrictDataclassError)
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError)
 """What transformers raises for files it cannot make a model or a tokenizer of."""
 
 
@@ -75,6 +76,7 @@ class LoadedModel:
         model, place = self.model, device_of(self.model).type
         if model.training:
             raise UnsupportedModelError(_TRAINING, hint=_EVAL)
+        _require_not_compiled((model, getattr(model, model.base_model_prefix, model)))
         _require_equal(_told(model.config), self._config, "it was bound with")
         if torch.amp.is_autocast_available(place) and torch.is_autocast_enabled(place):
             dtype = torch.get_autocast_dtype(place)
@@ -89,10 +91,27 @@ class LoadedModel:
         return Producer(
             torch=str(torch.__version__),
             transformers=transformers.__version__,
-            device=describe_device(device_of(self.model))[:MAX_TEXT],
+            device=describe_devices(layer_devices(self.model, self.identity.layout))[:MAX_TEXT],
             attention=str(self.model.config._attn_implementation),  # noqa: SLF001 - the library offers no public name
             chunk_tokens=self.identity.layout.block_tokens,
         )
+
+    @property
+    def steady_tokens(self) -> int | None:
+        """The most tokens of a prompt whose keys do not hang on how many there are; None for any number."""
+        return steady_tokens(self.model.config.get_text_config(decoder=True))
+
+    def reads(self, tokens: int) -> bool:
+        """Whether a prompt of `tokens` tokens has the cache of its beginning that is published."""
+        return self.steady_tokens is None or tokens <= self.steady_tokens
+
+    def require_steady(self, tokens: int) -> None:
+        """Raises UnsupportedModelError for a prompt that is read with another rope than shorter ones."""
+        if not self.reads(tokens):
+            raise UnsupportedModelError(
+                f"{self.identity.name} reads more than {self.steady_tokens:,} tokens with another rope, so that a prefix has"
+                f" other keys there; here are {tokens:,}"
+            )
 
     @property
     def max_positions(self) -> int | None:
@@ -115,6 +134,7 @@ def load_transformers(name: str, device: str = "cpu") -> tuple[PreTrainedModel, 
 
     Raises NotFoundError, UnsupportedModelError or UsageError.
     """
+    require_device(device)
     checkpoint = resolve_checkpoint(name)
     # The fingerprint comes first: it refuses weights we do not read before anything loads them.
     fingerprint_checkpoint(checkpoint.folder)
@@ -133,6 +153,21 @@ def load_transformers(name: str, device: str = "cpu") -> tuple[PreTrainedModel, 
         raise UsageError(f"the model cannot be moved to the device {device!r}: {_first_line(error)}") from None
 
 
+def require_device(device: str) -> None:
+    """Raises UsageError for what is no device, and for one that is not here: before anything is loaded for it."""
+    try:
+        asked = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"{device!r} is no device", hint="devices are cpu, cuda and cuda:1") from None
+    if asked.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count <= (asked.index or 0):
+        here = f"here are {count}" if count else f"torch {torch.__version__} finds no GPU"
+        hint = f"cuda:0 to cuda:{count - 1}" if count else "--device cpu, or a driver and a torch that is built for CUDA"
+        raise UsageError(f"there is no device {device}: {here}", hint=hint)
+
+
 def bind_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -144,6 +179,7 @@ def bind_model(
     `adapters` tells the folder of each LoRA adapter by its name in the model, which may be a model of peft. Raises UsageError
     or UnsupportedModelError where what is in memory cannot be what the files say.
     """
+    _require_not_compiled(model.modules() if isinstance(model, torch.nn.Module) else ())
     model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{_method(model)} is not supported: of peft only LoRA is")
@@ -158,6 +194,15 @@ def bind_model(
     state = adapter_state(model)
     identity = ModelIdentity(_bound_fingerprint(model, state, files), probe_layout(model), checkpoint.name)
     return LoadedModel(model, tokenizer, identity, files, state, _told(model.config))
+
+
+def _require_not_compiled(modules: Iterable[Any]) -> None:
+    """Raises UnsupportedModelError for torch.compile: what a compiled pass makes of layers that wait was never tried."""
+    for module in modules:
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UnsupportedModelError(
+                "a model of torch.compile is not supported", hint="give the model before it is compiled"
+            )
 
 
 def _bound_fingerprint(model: PreTrainedModel, state: AdapterState, files: _Files) -> Digest:

@@ -7,20 +7,18 @@ model has one mask, the causal one, for all its layers, and where two short pass
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from kvcdn.digest import hash_bytes
 from kvcdn.layout import Layout
-from kvcdn.model.cache import CacheLayer, beside, build_cache, make_layer
+from kvcdn.model.cache import CacheLayer, beside, build_cache, make_layers
+from kvcdn.model.configuration import configuration_key
 from kvcdn.model.layers import TORCH_DTYPES
-from kvcdn.model.place import device_of
+from kvcdn.model.place import layer_devices, on_cpu
 from kvcdn.model.remembered import Remembered
 
 _TRIED_TOKENS = 4
@@ -51,7 +49,7 @@ def _is_taken(model: PreTrainedModel, body: Any, layout: Layout) -> bool:
         return False
     found = _taken.get(model)
     if found is None:
-        memory, key = Remembered("masks"), _key(model)
+        memory, key = Remembered("masks"), configuration_key(model)
         known = memory.get(key)
         found = known if isinstance(known, bool) else _computes_the_same(model, body, layout)
         if known is not found:
@@ -63,7 +61,7 @@ def _is_taken(model: PreTrainedModel, body: Any, layout: Layout) -> bool:
 def _has_one_mask(model: PreTrainedModel, layout: Layout) -> bool:
     config = model.config.get_text_config(decoder=True)
     return (
-        device_of(model).type == "cpu"
+        on_cpu(layer_devices(model, layout))
         and model.config._attn_implementation == "sdpa"  # noqa: SLF001 - the library offers no public name
         and all(spec.kind == "kv" and not spec.states for spec in layout.layers)
         and all(TORCH_DTYPES[tensor.dtype] == model.dtype for spec in layout.layers for tensor in spec.tensors)
@@ -72,18 +70,12 @@ def _has_one_mask(model: PreTrainedModel, layout: Layout) -> bool:
     )
 
 
-def _key(model: PreTrainedModel) -> str:
-    """The weights do not matter to what a model makes of a mask."""
-    config = json.dumps([type(model).__name__, model.config.to_dict()], sort_keys=True, default=str)
-    return f"{hash_bytes(config.encode())} {model.dtype} transformers={transformers.__version__} torch={torch.__version__}"
-
-
 def _computes_the_same(model: PreTrainedModel, body: Any, layout: Layout) -> bool:
     """Whether a pass behind another leaves the same KV with the mask from here and with the model's own."""
     tokens = 2 * _TRIED_TOKENS
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ids = (torch.arange(tokens) * 7 % vocabulary).unsqueeze(0)
-    begun = [make_layer(spec, _TRIED_TOKENS, 0, device_of(model)) for spec in layout.layers]
+    begun = make_layers(layout, _TRIED_TOKENS, layer_devices(model, layout))
     _run(body, model, begun, ids[:, :_TRIED_TOKENS])
     own, ours = ([layer.fork(_TRIED_TOKENS) for layer in begun] for _ in range(2))
     behind = ids[:, _TRIED_TOKENS:]

@@ -17,10 +17,11 @@ from transformers.cache_utils import Cache
 
 from kvcdn.errors import KvcdnError, UnsupportedModelError
 from kvcdn.layout import Layout
-from kvcdn.model.cache import CacheLayer, beside, build_cache, make_layer
+from kvcdn.model.cache import CacheLayer, beside, build_cache, make_layers
 from kvcdn.model.layers import TokenMajorLayer
 from kvcdn.model.mask import mask_beside
-from kvcdn.model.place import device_of
+from kvcdn.model.place import device_of, layer_devices, synchronize
+from kvcdn.model.staging import to_host
 from kvcdn.model.states import WithStates
 
 
@@ -56,7 +57,7 @@ class ScheduledPrefill:
         self._model = model
         self._layout = layout
         self._layers = (
-            [make_layer(spec, capacity, 0, device_of(model)) for spec in layout.layers]
+            make_layers(layout, capacity, layer_devices(model, layout))
             if layers is None
             else [layer.alias() for layer in layers]
         )
@@ -77,7 +78,9 @@ class ScheduledPrefill:
         seconds = self._pass(token_ids, start)
         end = start + len(token_ids)
         checkpoint = self._is_checkpoint(start, end)
-        layers = tuple(_block_tensors(layer, start, end, checkpoint=checkpoint) for layer in self._layers)
+        held = [_block_tensors(layer, start, end, checkpoint=checkpoint) for layer in self._layers]
+        hosted = iter(to_host([tensor for tensors in held for tensor in tensors]))
+        layers = tuple(tuple(next(hosted) for _ in tensors) for tensors in held)
         return PrefilledBlock(start, end, layers, seconds)
 
     def _pass(self, token_ids: Sequence[int], start: int) -> float:
@@ -86,8 +89,7 @@ class ScheduledPrefill:
             tokens = torch.tensor([list(token_ids)], dtype=torch.long, device=device_of(self._model))
             mask = mask_beside(self._model, self._body, self._layout, start, start + len(token_ids))
             self._body(input_ids=tokens, use_cache=True, **beside(self._body.forward, self.cache, tokens), **mask)
-        if tokens.is_cuda:
-            torch.cuda.synchronize(tokens.device)
+        synchronize(layer_devices(self._model, self._layout))
         return time.perf_counter() - started
 
     def run_one(self, token_ids: Sequence[int], start: int, at_layer: Callable[[int], None]) -> float:
@@ -133,7 +135,7 @@ def _block_tensors(layer: CacheLayer, start: int, end: int, *, checkpoint: bool)
             f"after {end} tokens a cache layer holds {layer.get_seq_length()}: this model does not keep one entry a token"
         )
     states = layer.state_copies() if checkpoint and isinstance(layer, WithStates) else []
-    return (*(tensor.cpu() for tensor in layer.rows(start, end)), *states)
+    return (*layer.rows(start, end), *states)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

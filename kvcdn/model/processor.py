@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,11 @@ MATRIX_INSTRUCTIONS = frozenset(
     {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_tile", "bf16", "sve"}
 )
 """Of a processor's flags, as Linux calls them, those that kernels of attention and matrix products are chosen by."""
+
+
+def describe_devices(devices: Iterable[torch.device]) -> str:
+    """What a model computes on, each device once, in the order of its layers."""
+    return ", ".join(dict.fromkeys(map(describe_device, devices)))
 
 
 def describe_device(device: torch.device) -> str:

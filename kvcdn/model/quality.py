@@ -17,7 +17,7 @@ from kvcdn.certificate import MICRO, NANO, Certificate
 from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.model.cache import beside, build_cache, make_layer, output_cache
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.place import device_of
+from kvcdn.model.place import device_of, layer_devices
 from kvcdn.model.prefill import ScheduledPrefill
 
 Kv = Sequence[Sequence[torch.Tensor]]
@@ -156,8 +156,8 @@ class Judge:
 def cache_of(loaded: LoadedModel, kv: Kv, tokens: int, room: int = 0) -> Cache:
     """A cache that holds copies of the first `tokens` rows of `kv`, with room for `room` more and the tail."""
     layers = []
-    device = device_of(loaded.model)
-    for spec, tensors in zip(loaded.identity.layout.layers, kv, strict=True):
+    layout = loaded.identity.layout
+    for spec, device, tensors in zip(layout.layers, layer_devices(loaded.model, layout), kv, strict=True):
         layer = make_layer(spec, tokens + room + CONTINUATION_TOKENS, tokens, device)
         with torch.inference_mode():
             for place, tensor in zip(layer.rows(0, tokens), tensors, strict=True):

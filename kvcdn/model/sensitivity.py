@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.model.cache import build_cache, cache_argument, make_layer
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.place import device_of
+from kvcdn.model.place import device_of, layer_devices
 from kvcdn.model.quality import Kv
 
 PROBE_TOKENS = 512
@@ -85,10 +85,11 @@ class _Recorder:
         self.tensors: list[tuple[torch.Tensor, ...]] = [() for _ in specs]
         self.first = [0] * len(specs)
         layers = []
-        for index, (spec, tensors) in enumerate(zip(specs, kv, strict=True)):
+        devices = layer_devices(loaded.model, loaded.identity.layout)
+        for index, (spec, device, tensors) in enumerate(zip(specs, devices, kv, strict=True)):
             if spec.kind not in ("kv", "window", "none"):
                 raise UnsupportedModelError(f"the sensitivity of layers of the kind {spec.kind!r} cannot be measured")
-            layer: Any = make_layer(spec, head + 1, head, device_of(loaded.model))
+            layer: Any = make_layer(spec, head + 1, head, device)
             for place, tensor in zip(layer.rows(0, head), tensors, strict=True):
                 place.copy_(tensor[:head])
             if tensors:

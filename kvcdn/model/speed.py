@@ -20,7 +20,7 @@ import torch
 
 from kvcdn.digest import ModelTag
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.place import device_of
+from kvcdn.model.place import layer_devices
 from kvcdn.model.remembered import Remembered
 
 Sort = Literal["blocks", "prompts", "rests", "short"]
@@ -174,7 +174,7 @@ def prefill_speeds(loaded: LoadedModel) -> PrefillSpeeds:
 
 def prefill_speed_of(tag: ModelTag, dtype: torch.dtype, device: str = "cpu") -> PrefillSpeed | None:
     """The speed of whole prompts last measured here, for a model that is not loaded."""
-    found = _remembered(_key_of(tag, torch.device(device), dtype))
+    found = _remembered(_key_of(tag, device, dtype))
     return PrefillSpeed.fit(found["prompts"] or found["blocks"])
 
 
@@ -201,8 +201,9 @@ def _sensible(value: Any) -> bool:
 
 
 def _key(loaded: LoadedModel) -> str:
-    return _key_of(loaded.identity.tag, device_of(loaded.model), loaded.model.dtype)
+    places = dict.fromkeys(map(str, layer_devices(loaded.model, loaded.identity.layout)))
+    return _key_of(loaded.identity.tag, "+".join(places), loaded.model.dtype)
 
 
-def _key_of(tag: ModelTag, device: torch.device, dtype: torch.dtype) -> str:
+def _key_of(tag: ModelTag, device: str, dtype: torch.dtype) -> str:
     return f"{tag} {device} threads={torch.get_num_threads()} {dtype}"

@@ -1,16 +1,14 @@
 """Weights in memory: whether they are their checkpoint's, and whether they are what they were, without reading all.
 
-What changes whole weights after loading is caught, such as a merged or trained adapter; so are modules that are replaced, their
-settings (a scale of rope, an epsilon, a window), and code that is put around or in place of theirs (hooks, other forwards).
-What changes single numbers is left to a recomputation of some tokens.
+What changes whole weights after loading is caught, such as a merged or trained adapter, and every write that torch counts; so
+are modules that are replaced, and what kvcdn/model/settings.py looks at. What changes single numbers through `.data` is left to
+a recomputation of some tokens.
 """
 
 from __future__ import annotations
 
-import operator
-import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,23 +17,18 @@ from weakref import WeakKeyDictionary
 import torch
 from blake3 import blake3
 from safetensors import safe_open
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from kvcdn.digest import Digest
 from kvcdn.errors import UnsupportedModelError
 from kvcdn.model.fingerprint import weight_files
+from kvcdn.model.rope import follows_prompts
+from kvcdn.model.settings import PROCESS, Settings, stand
 
 _SAMPLES = 16
 """Values taken of each tensor, evenly spaced: whoever changes a whole tensor changes some, and a look costs milliseconds."""
 
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-
-_KNOWN_CODE = ("torch.", "transformers.", "accelerate.", "peft.", "kvcdn.")
-"""Packages whose hooks and forwards compute what the model does: they move weights, watch, or compile."""
-
-_PROCESS = os.urandom(16)
-"""Code that is not known is told apart by its place in memory, which says nothing to another process."""
 
 _INSERTED = (".base_layer", ".original_module")
 """What peft puts into the names of weights that it wraps."""
@@ -45,7 +38,7 @@ def sample_weights(model: PreTrainedModel) -> Digest:
     """A digest of values from all over `model`'s weights, buffers (rope is one) and settings as they are in memory now.
 
     A checkpoint's files are fingerprinted once; what is done to the model afterwards is not in them. torch counts writes to a
-    tensor, but not those through `.data`, as which adapters are merged.
+    tensor, but not those through `.data`, as which adapters are merged: those are seen by the values.
     """
     places = _places.get(model)
     if places is None or not places.stand():
@@ -63,16 +56,18 @@ class _Places:
             for table in (module._parameters, module._buffers, module._modules)  # noqa: SLF001 - torch has no other way to see a change
             if table
         ]
-        self._settings = _Settings(list(model.modules()))
+        self.settings = Settings(model)
         self._pointers: list[tuple[torch.Tensor, int]] = []
         self._forms = b""
         self._views: defaultdict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._scattered: list[torch.Tensor] = []
-        for tensor in chain(model.parameters(), model.buffers()):
+        for tensor in chain(model.parameters(), _buffers(model)):
             self._forms += f"{tensor.dtype} {tuple(tensor.shape)}\n".encode()
             if tensor.is_meta or not tensor.numel():
                 continue
             self._pointers.append((tensor, tensor.data_ptr()))
+            if tensor not in _first_versions:
+                _first_versions[tensor] = _version(tensor)
             if tensor.is_contiguous():
                 self._views[tensor.device, tensor.dtype].append(_sampled(tensor))
             else:
@@ -80,11 +75,18 @@ class _Places:
 
     def stand(self) -> bool:
         """Whether every tensor of the model is still the one it was, in the same memory."""
-        return _stand(self._tables) and all(tensor.data_ptr() == pointer for tensor, pointer in self._pointers)
+        return stand(self._tables) and all(tensor.data_ptr() == pointer for tensor, pointer in self._pointers)
+
+    def _written(self) -> bytes:
+        """Which tensors were written to since they were first looked at, and how often; nothing where none was."""
+        versions = [(number, _version(tensor), _first_versions[tensor]) for number, (tensor, _) in enumerate(self._pointers)]
+        counts = [(number, now) for number, now, first in versions if now != first]
+        return repr((PROCESS, counts)).encode() if counts else b""
 
     def digest(self) -> Digest:
         hasher = blake3(self._forms)
-        hasher.update(self._settings.encoded())
+        hasher.update(self.settings.encoded())
+        hasher.update(self._written())
         with torch.inference_mode():
             # One copy from the device for all tensors of a dtype.
             groups = [torch.cat(views) for views in self._views.values()] + [_sampled(tensor) for tensor in self._scattered]
@@ -93,52 +95,28 @@ class _Places:
         return Digest(hasher.digest())
 
 
-class _Settings:
-    """What decides a pass besides tensors: plain attributes of modules, and code that is not their class's or its library's."""
-
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = modules
-        self._classes = list({type(module): None for module in modules})
-        self._tables: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
-        self._forwards: list[Any] = []
-        self._known = b""
-
-    def encoded(self) -> bytes:
-        """Told anew where anything was assigned since the last look, which is a comparison of addresses."""
-        forwards = [kind.forward for kind in self._classes]
-        if not self._tables or forwards != self._forwards or not _stand(self._tables):
-            self._forwards = forwards
-            self._tables = [
-                (table, tuple(table.values()))
-                for module in self._modules
-                for table in (vars(module), *(vars(module)[name] for name in _HOOKS))
-            ]
-            self._known = repr([[_code(forward) for forward in forwards], *map(_told, self._modules)]).encode()
-        return self._known
+def _buffers(model: PreTrainedModel) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - by module, since modules say which are their own affair
+            if buffer is not None and not follows_prompts(module, name):
+                yield buffer
 
 
-def _told(module: torch.nn.Module) -> list[Any]:
-    own = vars(module)
-    told = [value for name, value in own.items() if type(value) in (bool, int, float, str) and name[0] != "_"]
-    codes = [_code(hook) for table in _HOOKS for hook in own[table].values()]
-    codes += [_code(own["forward"])] if "forward" in own else []
-    return [*told, *(code for code in codes if code)]
-
-
-def _stand(tables: Sequence[tuple[Mapping[str, Any], tuple[Any, ...]]]) -> bool:
-    """Whether every table holds the very objects that it held."""
-    return all(len(table) == len(values) and all(map(operator.is_, table.values(), values)) for table, values in tables)
-
-
-def _code(function: Any) -> str:
-    """Which function this is: by name where its package is known."""
-    place = str(getattr(function, "__module__", None) or type(function).__module__)
-    if f"{place}.".startswith(_KNOWN_CODE):
-        return ""
-    return f"{place} {id(function)} {_PROCESS.hex()}"
+def runs_foreign_code(model: PreTrainedModel) -> bool:
+    """Whether code of no known library is around or in place of the model's: what it does now it may not do later."""
+    sample_weights(model)
+    return _places[model].settings.foreign
 
 
 _places: WeakKeyDictionary[PreTrainedModel, _Places] = WeakKeyDictionary()
+
+_first_versions: Any = WeakIdKeyDictionary()
+"""torch's counter of writes to a tensor when it was first looked at."""
+
+
+def _version(tensor: torch.Tensor) -> int:
+    # Made in inference mode, it has no counter.
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no other way to see a change
 
 
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:

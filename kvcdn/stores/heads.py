@@ -8,10 +8,12 @@ second and ends the connection of what is late: its reader then sees what it see
 from __future__ import annotations
 
 import contextlib
+import http.client
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 
 import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
@@ -68,13 +70,29 @@ def _look() -> None:
                 return
 
 
+class _Response(http.client.HTTPResponse):
+    """An answer, behind whatever is said before it: the library passes over 100 alone (RFC 9110 section 15.2)."""
+
+    def _read_status(self) -> tuple[str, int, str]:
+        while True:
+            found: tuple[str, int, str] = super()._read_status()  # type: ignore[misc] # its own
+            status = found[1]
+            if not HTTPStatus.PROCESSING <= status < HTTPStatus.OK:
+                return found
+            http.client.parse_headers(self.fp)
+
+
 class _Connection(HTTPConnection):
+    response_class = _Response
+
     def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override] # as urllib3 itself
         with _within(self):
             return super().getresponse()
 
 
 class _SecureConnection(HTTPSConnection):
+    response_class = _Response
+
     def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override] # as urllib3 itself
         with _within(self):
             return super().getresponse()

@@ -20,7 +20,7 @@ from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.store import STREAM_CHUNK_BYTES, BlobInfo, check_key, is_behind
 from kvcdn.stores import s3_client
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
-from kvcdn.stores.s3_errors import Refusal, refusal, translated, was_retried
+from kvcdn.stores.s3_errors import Refusal, is_silent, refusal, required, translated, was_retried
 from kvcdn.stores.s3_plain import Answer
 from kvcdn.stores.span import Span, begun, nothing
 
@@ -115,13 +115,28 @@ class S3Store:
         name = self._name(key)
         with self._translated(f"looking up {key}"):
             try:
-                found = self._client.head_object(Bucket=self._bucket, Key=name)
+                found = self._head(name)
             except self._client.exceptions.ClientError as error:
                 if refusal(error) is not Refusal.MISSING:
                     raise
                 self._check_bucket()
                 return None
-        return BlobInfo(key, int(found["ContentLength"]), found["LastModified"].timestamp())
+        size, modified = required(self.url, found, "ContentLength", "LastModified")
+        return BlobInfo(key, int(size), modified.timestamp())
+
+    def _head(self, name: str) -> Any:
+        """What a HEAD says. Where it is refused without a reason, as it has no body, a GET tells why, or that it has passed."""
+        try:
+            return self._client.head_object(Bucket=self._bucket, Key=name)
+        except self._client.exceptions.ClientError as error:
+            if not is_silent(error):
+                raise
+        try:
+            self._client.get_object(Bucket=self._bucket, Key=name, Range="bytes=0-0")["Body"].close()
+        except self._client.exceptions.ClientError as error:
+            if refusal(error) is not Refusal.RANGE:  # of an empty object
+                raise
+        return self._client.head_object(Bucket=self._bucket, Key=name)
 
     def read(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         return b"".join(self.stream(key, start, length))
@@ -169,11 +184,15 @@ class S3Store:
 
     def delete(self, key: str) -> None:
         with self._translated(f"deleting {key}"):
-            self._client.delete_object(Bucket=self._bucket, Key=self._name(key))
+            try:
+                self._client.delete_object(Bucket=self._bucket, Key=self._name(key))
+            except self._client.exceptions.ClientError as error:
+                if refusal(error) is not Refusal.MISSING:  # as some servers say when a lost reply is asked for again
+                    raise
 
     def _put(self, name: str, pieces: Sequence[Buffer]) -> None:
         data = b"".join(pieces)
-        self._client.put_object(
+        done = self._client.put_object(
             Bucket=self._bucket,
             Key=name,
             Body=data,
@@ -182,20 +201,22 @@ class S3Store:
             ContentType="application/octet-stream",
             ChecksumCRC32=_crc32(data),
         )
+        required(self.url, done, "ETag")
 
     def _put_parts(self, name: str, pieces: Sequence[Buffer]) -> None:
         target = {"Bucket": self._bucket, "Key": name}
         upload = self._client.create_multipart_upload(
             **target, CacheControl=CACHE_CONTROL, ContentType="application/octet-stream", ChecksumAlgorithm="CRC32"
         )
-        target["UploadId"] = upload["UploadId"]
+        (target["UploadId"],) = required(self.url, upload, "UploadId")
         size = max(PART_BYTES, -(-sum(map(len, pieces)) // MAX_PARTS))
         try:
             done = []
             for number, part in enumerate(_parts(pieces, size), start=1):
                 checksum = _crc32(part)
                 sent = self._client.upload_part(**target, PartNumber=number, Body=part, ChecksumCRC32=checksum)
-                done.append({"PartNumber": number, "ETag": sent["ETag"], "ChecksumCRC32": checksum})
+                (tag,) = required(self.url, sent, "ETag")
+                done.append({"PartNumber": number, "ETag": tag, "ChecksumCRC32": checksum})
             ended = self._client.complete_multipart_upload(**target, MultipartUpload={"Parts": done}, IfNoneMatch="*")
             if not ended.get("ETag"):  # the status comes before the server has put the parts together
                 raise UnavailableError(f"{self.url}: the server did not say that {name} is whole", hint="try again later")
@@ -301,6 +322,7 @@ class S3Store:
                 page = next(pages, None)
             if page is None:
                 return
+            required(self.url, page, "IsTruncated")
             yield page
             # Without it the listing would end here without a word, and `gc` take what was not listed for not named.
             if page.get("IsTruncated") and not page.get("NextContinuationToken"):
@@ -308,9 +330,10 @@ class S3Store:
 
     def _infos(self, page: dict[str, Any]) -> Iterator[BlobInfo]:
         for item in page.get("Contents", ()):
-            key = item["Key"][len(self._prefix) + 1 if self._prefix else 0 :]
+            name, size, modified = required(self.url, item, "Key", "Size", "LastModified")
+            key = name[len(self._prefix) + 1 if self._prefix else 0 :]
             with contextlib.suppress(UsageError):  # what is not a key is not ours
-                yield BlobInfo(check_key(key), int(item["Size"]), item["LastModified"].timestamp())
+                yield BlobInfo(check_key(key), int(size), modified.timestamp())
 
     def _name(self, key: str) -> str:
         check_key(key)

@@ -10,7 +10,10 @@ from typing import Any
 from kvcdn.errors import KvcdnError, UnavailableError, UsageError
 from kvcdn.stores.s3_client import BUCKET_HINT, CREDENTIALS_HINT
 
-CLOCK_HINT = "set this machine's clock (see: timedatectl); S3 accepts 15 minutes of difference"
+CLOCK_HINT = (
+    "set this machine's clock (see: timedatectl), which S3 lets be 15 minutes off;"
+    " where it is right, the link is so slow that one request took longer"
+)
 
 _HINTS = {
     "InvalidAccessKeyId": "this server does not know that access key: check which server and which key are meant",
@@ -26,6 +29,7 @@ _DENIED_HINT = (
 )
 _REGION_HINT = "name the bucket's region: s3://bucket/prefix?region=..."
 _CONDITION_HINT = "this server lacks conditional writes (If-None-Match), which a store needs: use a newer version"
+_BETWEEN_HINT = "check the endpoint, and what is between: a proxy, or a network that wants a login"
 _LATER_HINT = "try again later, or see that server's log"
 
 
@@ -56,6 +60,24 @@ def refusal(error: Any) -> Refusal:
 def was_retried(error: Any) -> bool:
     """Whether botocore had sent the request before; the earlier one may have worked, its reply lost."""
     return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0)) > 0
+
+
+def required(url: str, answer: Any, *names: str) -> list[Any]:
+    """These fields of an answer. Raises UnavailableError where one is missing: no S3 server has said that.
+
+    A proxy, or a network that wants a login, says 200 to everything: a write that never was, or an origin without documents.
+    """
+    found = [answer.get(name) for name in names]
+    if None in found:
+        raise UnavailableError(
+            f"{url}: what answers is no S3 server: its answer has no {names[found.index(None)]}", hint=_BETWEEN_HINT
+        )
+    return found
+
+
+def is_silent(error: Any) -> bool:
+    """Whether a HEAD was refused, and nobody knows why: expired credentials, a wrong clock, a request that took too long."""
+    return _status(error) in (400, 403) and _code(error) in ("400", "403")
 
 
 @contextlib.contextmanager

@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from kvcdn.digest import Digest
 from kvcdn.keys import PrefixNames
 from kvcdn.layout import Layout
 from kvcdn.manifest import BlockEntry
-from kvcdn.model.cache import CacheLayer, make_layer
+from kvcdn.model.cache import CacheLayer, make_layers
 from kvcdn.model.load import LoadedModel
-from kvcdn.model.place import device_of
+from kvcdn.model.place import Devices, layer_devices, on_cpu
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.signing import PublicKey
 
@@ -42,7 +40,7 @@ class Kept:
     def __init__(self) -> None:
         self._layers: list[CacheLayer] = []
         self._capacity = 0
-        self._fits: tuple[Layout, torch.device] | None = None
+        self._fits: tuple[Layout, Devices] | None = None
         self._blocks: tuple[KeptBlock, ...] = ()
 
     def drop(self) -> None:
@@ -55,11 +53,11 @@ class Kept:
         if layout.state_bytes:
             self.drop()
             return ScheduledPrefill(loaded.model, layout, tokens), ()
-        fits = (layout, device_of(loaded.model))
+        fits = (layout, layer_devices(loaded.model, layout))
         if self._fits != fits or tokens > self._capacity:
             self.drop()  # first: two documents would be more memory than is promised
             self._capacity = _room(loaded, tokens)
-            self._layers = [make_layer(spec, self._capacity, 0, device_of(loaded.model)) for spec in layout.layers]
+            self._layers = make_layers(layout, self._capacity, fits[1])
             self._fits = fits
         shared = 0
         for ours, theirs in zip(self._blocks, names.blocks, strict=False):
@@ -76,6 +74,6 @@ class Kept:
 
 
 def _room(loaded: LoadedModel, tokens: int) -> int:
-    if device_of(loaded.model).type != "cpu":
+    if not on_cpu(layer_devices(loaded.model, loaded.identity.layout)):
         return tokens
     return max(tokens, min(_ROOM * tokens, loaded.max_positions or _ROOM * tokens))

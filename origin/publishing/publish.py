@@ -142,7 +142,8 @@ def require_lossy(loaded: LoadedModel, precision: str) -> None:
 
 
 def check_length(loaded: LoadedModel, tokens: int) -> None:
-    """Raises UsageError for a prefix that `loaded` cannot read."""
+    """Raises UsageError for a prefix that `loaded` cannot read, UnsupportedModelError where its keys hang on its length."""
+    loaded.require_steady(tokens)
     limit = loaded.max_positions
     if limit is not None and tokens > limit:
         raise UsageError(

@@ -30,7 +30,7 @@ from kvcdn.manifest import BlockEntry, Manifest, open_manifest
 from kvcdn.model.bases import Bases
 from kvcdn.model.load import LoadedModel
 from kvcdn.model.memory import empty_bytes
-from kvcdn.model.place import device_of
+from kvcdn.model.place import layer_devices, on_cpu
 from kvcdn.model.prefill import PrefilledBlock, ScheduledPrefill, tensor_bytes
 from kvcdn.model.speed import Pass, remember_passes
 from kvcdn.origin.publishing.draft import Draft
@@ -184,7 +184,8 @@ class Run:
         """Brings every block to the origin and returns their entries in order."""
         prefill, held = self.kept.prefill(self.loaded, self.names)
         entries = [entry for entry in self._begin(prefill, held, stored=True) if entry]
-        on_cpu, count = device_of(self.loaded.model).type == "cpu", os.cpu_count() or 1
+        shared = on_cpu(layer_devices(self.loaded.model, self.names.model.layout))
+        count = os.cpu_count() or 1
         with (
             ThreadPoolExecutor(_UPLOADS_IN_FLIGHT, thread_name_prefix="kvcdn-upload") as pool,
             ThreadPoolExecutor(min(count, _MOST_SEALING), thread_name_prefix="kvcdn-seal") as cores,
@@ -196,7 +197,7 @@ class Run:
                 for block in prefill.run(token_ids, start=self._tokens_loaded):
                     self._count(block)
                     name = self.names.blocks[len(entries) + len(pending)]
-                    if on_cpu:
+                    if shared:
                         # Between two passes, whose threads wait for each other: a core taken from one of them is taken
                         # from all.
                         pieces = self._seal(name, block.raw_layers(), each=each)
@@ -208,7 +209,7 @@ class Run:
                         entries.append(pending.pop(0).result())
                     self._report()
                 remember_passes(self.loaded, self._passes)
-                if on_cpu and self._draft:
+                if shared and self._draft:
                     self._draft.of(entries + expected[len(expected) - len(pending) :])
                 while pending:
                     entries.append(pending.pop(0).result())
@@ -301,7 +302,7 @@ class Run:
             for segment in header.segments:
                 begin = header.envelope_bytes + segment.offset
                 places = places_of(segment.layer, name.start, name.end)
-                cpu = [place if place.device.type == "cpu" else place.cpu() for place in places]
+                cpu = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
                 stored = memoryview(data)[begin : begin + segment.length]
                 basis = self._bases.get(header.basis, self._trust).tensors[segment.layer] if header.basis else ()
                 open_segment(header, keys, segment.layer, stored, scratch, [tensor_bytes(tensor) for tensor in cpu], basis)

@@ -22,6 +22,11 @@ _WATCH = {
         "last_look": {"type": ["number", "null"]},
         "added": {"type": ["object", "null"], "description": "The WatchSettings of a watch that was added; null for others."},
         "reason": {"type": "string", "description": "Why the last look saw nothing, or not all; empty where it did."},
+        "failures": {
+            "type": "array",
+            "description": "The first documents that could not be had, or are nothing to publish, published before or not.",
+            "items": {"type": "object", "properties": {"document": {"type": "string"}, "reason": {"type": "string"}}},
+        },
         **{name: {"type": "integer"} for name in ("named", "documents", "failing", "submitted", "current", "old")},
     },
 }

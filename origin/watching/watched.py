@@ -31,6 +31,9 @@ TENANT = "watch"
 
 MAX_REASON = 300
 
+SHOWN_FAILURES = 20
+"""Of one watch, with their reasons; all are counted."""
+
 MAX_ADDED = 100
 """Watches that are in no settings: each has a thread."""
 
@@ -229,10 +232,15 @@ class WatchBook:
             )
 
     def failed(self, watch: str, document: str, reason: str) -> None:
-        """It cannot be had, or is nothing that can be published; what was published of it stays."""
+        """It cannot be had, or is nothing that can be published; what was published of it stays.
+
+        It may never have been published: then this is all that anybody learns of it.
+        """
         with self._writing() as base:
             base.execute(
-                "UPDATE watched SET reason = ? WHERE watch = ? AND document = ?", (reason[:MAX_REASON], watch, document)
+                "INSERT INTO watched (watch, document, digest, terms, etag, modified, reason) VALUES (?, ?, '', '', '', '', ?) "
+                "ON CONFLICT (watch, document) DO UPDATE SET reason = excluded.reason",
+                (watch, document, reason[:MAX_REASON]),
             )
 
     def gone(self, watch: str, document: str) -> None:
@@ -246,6 +254,10 @@ class WatchBook:
             base.execute(
                 "UPDATE versions SET state = 'old', since = ? WHERE watch = ? AND document = ? AND state = 'current'",
                 (now, watch, document),
+            )
+            base.execute(
+                "DELETE FROM watched WHERE watch = ?1 AND document = ?2 AND digest = ''",  # it never was more than a failure
+                (watch, document),
             )
 
     # -- versions -------------------------------------------------------------------------------------------------------------
@@ -323,4 +335,19 @@ class WatchBook:
             "(SELECT settings FROM watches_added added WHERE added.name = watches.name) FROM watches ORDER BY name"
         )
         words = ("name", "next_look", "last_look", "named", "reason", "documents", "failing", "submitted", "current", "old")
-        return [{**dict(zip(words, row[:-1], strict=True)), "added": json.loads(row[-1]) if row[-1] else None} for row in rows]
+        return [
+            {
+                **dict(zip(words, row[:-1], strict=True)),
+                "failures": self._failures(row[0]) if row[6] else [],
+                "added": json.loads(row[-1]) if row[-1] else None,
+            }
+            for row in rows
+        ]
+
+    def _failures(self, watch: str) -> list[dict[str, str]]:
+        found = self._asked(
+            "SELECT document, reason FROM watched WHERE watch = ? AND reason <> '' ORDER BY document LIMIT ?",
+            watch,
+            SHOWN_FAILURES,
+        )
+        return [{"document": document, "reason": reason} for document, reason in found]

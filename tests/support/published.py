@@ -73,9 +73,11 @@ def asked(published: Published) -> Prompt:
     return Prompt((*published.token_ids, *QUESTION), (len(published.token_ids),))
 
 
-def publish_text(checkpoint: Path, *, text: str = TEXT, store: BlobStore | None = None, tokens: int | None = None) -> Published:
+def publish_text(
+    checkpoint: Path, *, text: str = TEXT, store: BlobStore | None = None, tokens: int | None = None, device: str = "cpu"
+) -> Published:
     """Publishes `text`, or its first `tokens` tokens, with the model in `checkpoint`."""
-    loaded = load_model(str(checkpoint))
+    loaded = load_model(str(checkpoint), device)
     store, key = store or MemoryStore(), SigningKey.generate()
     if tokens is not None:
         offsets = loaded.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]

@@ -65,6 +65,25 @@ _QWEN4: dict[str, Any] = {
     "split_ngram_parts": 4,
 }
 
+_SMALL_BYTES: dict[str, Any] = {
+    "vocab_size": 800,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
+
+_CODES: dict[str, Any] = {
+    "decoder": {
+        "vocab_size": 800,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "ffn_dim": 96,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 1024,
+    }
+}
+
 SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {
         **tiny._EXPERTS,
@@ -79,12 +98,26 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
+    "blt": {
+        "vocab_size": 800,
+        "patch_in_forward": False,
+        "encoder_hash_byte_group_size": [2, 3],
+        "encoder_hash_byte_group_vocab": 500,
+        "patcher_config": _SMALL_BYTES,
+        "encoder_config": {**_SMALL_BYTES, "hidden_size_global": 64},
+        "decoder_config": {**_SMALL_BYTES, "hidden_size_global": 64},
+        "global_config": {**_SMALL_BYTES, "hidden_size": 64},
+    },
     "blenderbot": {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_layers": 3, "encoder_layers": 3},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {
             name: {"rope_type": "default", "rope_theta": 10000.0} for name in ("full_attention", "sliding_attention")
         },
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {
         **tiny._EXPERTS,
@@ -94,7 +127,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_text": _INDEXED_WINDOWS,
     "dots3_note": {
         "text_config": {**_INDEXED_WINDOWS, "model_type": "dots3_note_text"},
-        "vision_config": {**_VISION, "adapter_in_dim": 32, "adapter_out_dim": 64},
+        "vision_config": {**_VISION, "adapter_in_dim": 32, "adapter_out_dim": 64, "per_layer_config": {}},
         "audio_config": {
             "hidden_size": 32,
             "adapter_input_size": 32,
@@ -106,6 +139,20 @@ SPECIAL: dict[str, dict[str, Any]] = {
         },
     },
     "gemma3": {"vision_config": {**_VISION, "model_type": "siglip_vision_model"}, "mm_tokens_per_image": 4},
+    "gemma4_assistant": {
+        "backbone_hidden_size": 64,
+        "text_config": {
+            **tiny._SMALL,
+            "model_type": "gemma4_text",
+            "vocab_size": 800,
+            "num_kv_shared_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "sliding_window": 32,
+            "global_head_dim": 32,
+            "vocab_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": 0,
+        },
+    },
     "git": {"vision_config": _VISION, "is_decoder": True},
     "got_ocr2": {"vision_config": {**_VISION, "output_channels": 16, "mlp_dim": 48, "global_attn_indexes": [0]}},
     "gpt_neo": {"num_heads": 4, "num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 32},
@@ -170,6 +217,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "router_hidden_size": 16,
     },
+    "musicgen": _CODES,
+    "musicgen_melody": _CODES,
     "moss_transcribe_diarize": {
         "audio_config": {
             "num_hidden_layers": 1,
@@ -181,3 +230,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
 }
 """Over the sizes that all have."""
+
+_ENCODERS_TOO = (
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""Encoders that their configuration makes decoders; as encoders they keep no cache, and are refused."""
+
+_DECODERS_OF_TWO = (
+    "bart", "bigbird_pegasus", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart", "prophetnet",
+)  # fmt: skip
+"""Decoders of encoder-decoder models; their caches are as deep as the encoder."""
+
+for _name in _ENCODERS_TOO:
+    SPECIAL[_name] = {**SPECIAL.get(_name, {}), "is_decoder": True}
+for _name in _DECODERS_OF_TWO:
+    SPECIAL[_name] = {**SPECIAL.get(_name, {}), "encoder_layers": 3, "num_encoder_layers": 3}
+SPECIAL["xmod"] |= {"default_language": "en_XX"}
+
+PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+"""Model types whose causal language model is made of a part of their configuration."""

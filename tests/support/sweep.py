@@ -17,14 +17,16 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -34,13 +36,13 @@ from kvcdn.errors import UnsupportedModelError
 from kvcdn.model.tokens import Prompt
 from support import tiny
 from support.published import Published, publish_text
-from support.special import SPECIAL
+from support.special import PARTS, SPECIAL
 from support.stock import continued, stock_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 
 SECONDS = 90
-"""For one architecture; some kernels' fallbacks are slow beyond reason."""
+"""Of a processor, for one architecture; some kernels' fallbacks are slow beyond reason."""
 
 MOST_PARAMETERS = 30_000_000
 
@@ -75,6 +77,10 @@ SIZES: dict[str, Any] = {
 """What makes a model small, under the names that configurations have for it."""
 
 
+class TooLateError(BaseException):
+    """An architecture takes too long. Nobody on the way catches it."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of one architecture."""
@@ -97,7 +103,10 @@ def small_config(model_type: str) -> Any:
         for name in tiny._NOT_SETTABLE.get(model_type, ()):
             settings.pop(name)
         return make(**settings)
-    fields = make().to_dict()
+    try:
+        fields = make().to_dict()
+    except StrictDataclassError:  # what it is made of has to be said
+        fields = {}
     settings = {name: value for name, value in SIZES.items() if name in fields}
     settings |= {"vocab_size": 800} if "vocab_size" in fields else {}
     settings |= tiny._LATENT if "kv_lora_rank" in fields else {}
@@ -107,18 +116,25 @@ def small_config(model_type: str) -> Any:
     return make(**{**settings, **SPECIAL.get(model_type, {})})
 
 
+def model_maker(model_type: str) -> Callable[[], Any]:
+    """Makes a small model of `model_type`."""
+    config = small_config(model_type)
+    if model_type not in PARTS:
+        return partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+    part = getattr(config, PARTS[model_type])
+    return partial(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]), part)
+
+
 def checkpoint_of(model_type: str, folder: Path) -> Path:
     """A checkpoint of a small model of `model_type`, float32, with random weights."""
-    config = small_config(model_type)
+    make = model_maker(model_type)
     with torch.device("meta"):
-        parameters = sum(tensor.numel() for tensor in AutoModelForCausalLM.from_config(config).parameters())
+        parameters = sum(tensor.numel() for tensor in make().parameters())
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"{parameters / 1e6:,.0f} million parameters, although every known size was set to a small one")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = make().float()
     tiny.strengthen(model, 2)
-    with torch.no_grad():
-        model.eval()(input_ids=torch.tensor([[2, 3, 4]]))
     tiny.tiny_tokenizer(folder)
     model.save_pretrained(folder)
     return folder
@@ -216,24 +232,24 @@ def small_blocks() -> Iterator[None]:
 
 
 def timed(model_type: str) -> Outcome:
-    """`outcome`, in at most so many seconds, without the library's chatter."""
+    """`outcome`, in at most so many seconds of a processor, without the library's chatter."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
 
     def late(*_: Any) -> None:
-        raise TimeoutError(f"more than {SECONDS} seconds")
+        raise TooLateError(f"more than {SECONDS} seconds of a processor")
 
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
+    signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         with small_blocks():
             return outcome(model_type)
-    except TimeoutError as error:
+    except TooLateError as error:
         return Outcome(model_type, "not tried", str(error))
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def sweep(model_types: list[str]) -> list[Outcome]:
@@ -261,6 +277,7 @@ def document(found: list[Outcome]) -> str:
         "for rounding.",
         f"{counts['refused']} are *refused* by name.",
         f"{counts['not tried']} were *not tried*: no small model of them could be made by setting sizes.",
+        "Encoders (BERT and its kin) are tried as the decoders that `is_decoder` makes of them; else they keep no cache.",
         *([f"{counts['FAULT']} have a fault, which is not mended yet."] if counts["FAULT"] else []),
         "",
         "| model type | result | kinds of layers (FORMAT.md 2.3), or why |",
