@@ -206,7 +206,9 @@ class Client:
         shelf = Shelf(self.source)
         view = shelf.preferred(view, self.precisions)
         around = look_around(view.identity, shelf)
-        return Explainer(shelf, self._supply.gate.trust, around, self.max_kl).explain(view)
+        gate = self._supply.gate
+        revocations = gate.revoked.current()
+        return Explainer(shelf, gate.trust, around, self.max_kl, revocations).explain(view)
 
     # -- answers ----------------------------------------------------------------------------------------------------------
 

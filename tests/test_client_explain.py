@@ -29,6 +29,7 @@ from kvcdn.keys import Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.model.fingerprint import fingerprint_checkpoint
 from kvcdn.model.tokens import spell_text
 from kvcdn.origin.publishing.publish import Publisher
+from kvcdn.revocation import RevocationList, Revocations
 from kvcdn.signing import SigningKey, TrustList
 from support.explained import BASE, Stage, checkpoint_with_tools, first_different
 from support.library import Library
@@ -504,6 +505,22 @@ def test_a_lossy_cache_that_is_not_good_enough_is_named(stage):
     assert Explainer(shelf, trust).explain(coarse).covered
     found = Explainer(shelf, trust, max_kl=0.0).explain(coarse)
     assert (Cause.QUALITY, Certainty.PROVED, 0) == (found.findings[0].cause, found.findings[0].certainty, found.published)
+
+
+@pytest.mark.parametrize("what", ["addresses", "publishers", "models"])
+def test_what_is_revoked_is_named_and_so_is_by_whom(stage, what):
+    """A block in the middle ends what is published before it; a publisher, or a model, leaves nothing."""
+    ids, view = stage.publish(BASE), stage.view(BASE)
+    blocks = view.chain(view.spell()).prefix(len(ids)).blocks
+    middle = blocks[len(blocks) // 2]
+    revoked = {"addresses": middle.address, "publishers": stage.key.public, "models": view.identity.tag}[what]
+    signer = SigningKey.generate().public
+    now = int(time.time())
+    taken_back = Revocations({signer: RevocationList(1, now, now + 60, **{what: frozenset({revoked})})})
+    found = Explainer(Shelf(StoreSource(stage.store)), TrustList.of(stage.key.public), revocations=taken_back).explain(view)
+    assert (Cause.REVOKED, Certainty.PROVED) == (found.findings[0].cause, found.findings[0].certainty)
+    assert signer.text in found.findings[0].detail
+    assert (middle.start if what == "addresses" else 0, False) == (found.published, found.covered)
 
 
 def test_a_prompt_shorter_than_a_block_is_likely_too_short(stage):

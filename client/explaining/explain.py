@@ -30,6 +30,7 @@ from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, QualityError, 
 from kvcdn.keys import BlockName, ModelIdentity, block_key
 from kvcdn.manifest import Manifest
 from kvcdn.model.tokens import Spelling
+from kvcdn.revocation import Revocations
 from kvcdn.signing import TrustList
 
 _HEADER_AHEAD = 1 << 16
@@ -57,14 +58,21 @@ def cause_of(error: KvcdnError) -> Cause:
 class Explainer:
     """Explains prompts against one shelf.
 
-    `surroundings` are what else is tried, `trust` whose blocks may be used, `max_kl` how far off lossy ones may be, in nats.
+    `surroundings` are what else is tried, `trust` whose blocks may be used, `max_kl` how far off lossy ones may be, in nats,
+    and `revocations` what is not to be used any more.
     """
 
     def __init__(
-        self, shelf: Shelf, trust: TrustList, surroundings: Surroundings | None = None, max_kl: float | None = None
+        self,
+        shelf: Shelf,
+        trust: TrustList,
+        surroundings: Surroundings | None = None,
+        max_kl: float | None = None,
+        revocations: Revocations | None = None,
     ) -> None:
         self._shelf = shelf
-        self._trust = trust
+        self._revocations = revocations or Revocations()
+        self._trust = trust.revoking(self._revocations.publishers)
         self._surroundings = surroundings or Surroundings()
         self._max_kl = max_kl
 
@@ -85,6 +93,7 @@ class Explainer:
         return found
 
     def _explain(self, found: Explanation, view: View, spelling: Spelling, reference: Reference | None) -> None:
+        self._revocations.require_model(view.identity.tag)
         served = self._shelf.served(view, spelling)
         found.published = self._trusted(found, view, served.blocks)
         if found.published < served.tokens:
@@ -104,10 +113,10 @@ class Explainer:
     # -- what is there ----------------------------------------------------------------------------------------------------
 
     def _trusted(self, found: Explanation, view: View, blocks: Sequence[BlockName]) -> int:
-        """The tokens of the leading blocks whose headers are sound and signed by somebody trusted, as far as is looked at."""
+        """The tokens of the leading blocks that are not revoked, and are sound and signed by a trusted key where looked at."""
         step = max(-(-len(blocks) // _HEADERS), 1)
-        looked = 0
-        for index in sorted({*range(0, len(blocks), step), len(blocks) - 1} - {-1}):
+        looked, revoked = 0, self._revocations.lead(block.address for block in blocks)
+        for index in sorted({*range(0, len(blocks), step), min(revoked, len(blocks) - 1)} - {-1}):
             if self._problem(view, blocks[index]) is not None:
                 # The first bad one lies here, or between this and the last that was good.
                 return self._first_bad(found, view, blocks[looked : index + 1])
@@ -123,9 +132,10 @@ class Explainer:
         return blocks[-1].end
 
     def _problem(self, view: View, name: BlockName) -> KvcdnError | None:
-        """What keeps a client from using a block, as far as its header shows."""
+        """What keeps a client from using a block, as far as its name and its header show."""
         source = self._shelf.source
         try:
+            self._revocations.require_address(name.address)
             if source is not None:
                 header = _read_header(source, view.identity, name, self._trust)
                 if header.certificate is not None and not header.certificate.meets(self._max_kl):

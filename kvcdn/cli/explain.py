@@ -84,6 +84,7 @@ def explain(
     from kvcdn.client.explaining.shelf import Shelf  # noqa: PLC0415
     from kvcdn.client.explaining.surroundings import look_around  # noqa: PLC0415
     from kvcdn.client.explaining.views import Form, View  # noqa: PLC0415
+    from kvcdn.client.trust.revoked import Revoked  # noqa: PLC0415
     from kvcdn.keyring import load_distrust, load_namespace  # noqa: PLC0415
     from kvcdn.keys import read_precisions  # noqa: PLC0415
     from kvcdn.model.identity import identify_model  # noqa: PLC0415
@@ -105,7 +106,8 @@ def explain(
             form = Form.SYSTEM if chat or isinstance(content, Conversation) else Form.TEXT
             reference = replace(view, content=_document(against), form=form, answer_follows=False)
     around = look_around(view.identity, shelf, known.folder)
-    explanation = Explainer(shelf, trusted, around, max_kl).explain(view, reference)
+    revocations = Revoked(trusted, source).current()
+    explanation = Explainer(shelf, trusted, around, max_kl, revocations).explain(view, reference)
     source.close()
     if as_json:
         print_json({"prompt": read.name, **explanation.to_json()})
