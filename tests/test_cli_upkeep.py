@@ -37,7 +37,7 @@ def test_rm_removes_by_the_beginning_of_an_address(library, run):
     assert (3, True) == (ran.code, "kvcdn ls" in ran.complaint)
     assert (3, 2) == (run("rm", "../x").code, run("rm", "xyz").code)
     ran = run("rm", library.address((1, 3)))
-    assert (0, True) == (ran.code, "1 documents, 2 blocks" in ran.out)
+    assert (0, True) == (ran.code, "1 document, 2 blocks" in ran.out)
     assert [] == keys(library.store)
 
 
@@ -59,7 +59,7 @@ def test_gc_says_what_it_frees(library, run):
     assert (0, 1) == (run("gc", "--json").json["blocks_removed"], run("gc", "--json").json["blocks_young"])
     assert 1 == run("gc", "--grace", "0s", "--dry-run", "--json").json["blocks_removed"]
     ran = run("gc", "--grace", "0s")
-    assert (0, True) == (ran.code, "0 expired documents, 1 blocks" in ran.out)
+    assert (0, True) == (ran.code, "0 expired documents, 1 block," in ran.out)
     (library.store._root / library.manifest_key((1, 2))).chmod(0o600)
     (library.store._root / library.manifest_key((1, 2))).write_bytes(b"broken")
     ran = run("gc", "--json")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvcdn.cli.options import AsJson, KeyFile, TrustFile, open_journal, signing_key, trust_list
-from kvcdn.cli.output import note, print_json, print_pairs, size, ticking
+from kvcdn.cli.output import counted, note, print_json, print_pairs, size, ticking
 from kvcdn.errors import CorruptError, KvcdnError, UsageError
 
 
@@ -56,10 +56,11 @@ def copy(
     if as_json:
         print_json({"source": from_store.url, "target": to_store.url, **copied.to_json()})
     else:
+        there = counted(copied.blocks_existed, "block")
         print_pairs(
             [
-                ("copied", f"{copied.documents:,} documents, {copied.blocks:,} blocks, {size(copied.bytes)}"),
-                ("there", f"{copied.existed:,} documents, and {copied.blocks_existed:,} blocks of those copied"),
+                ("copied", f"{counted(copied.documents, 'document')}, {counted(copied.blocks, 'block')}, {size(copied.bytes)}"),
+                ("there", f"{counted(copied.existed, 'document')}, and {there} of those copied"),
             ]
         )
     if not (copied.documents or copied.existed or copied.damaged or copied.untrusted or copied.conflicts):

@@ -10,7 +10,7 @@ import typer
 
 from kvcdn.cli.inspect import SHORT
 from kvcdn.cli.options import AsJson, Endpoint, OwnOrigin, TrustFile, open_origin, trust_list
-from kvcdn.cli.output import note, print_json, print_pairs, print_table, print_text, ticking
+from kvcdn.cli.output import counted, note, print_json, print_pairs, print_table, print_text, ticking
 from kvcdn.errors import CorruptError, UsageError
 
 if TYPE_CHECKING:
@@ -177,10 +177,10 @@ def _show_checked(checked: JournalChecked, trusted: TrustList, url: str) -> None
     signers = ", ".join(f"{_name(key, trusted)} {count:,}" for key, count in sorted(checked.signers.items()))
     print_pairs(
         [
-            ("journal", f"{checked.entries:,} entries at {url}" + (f": {actions}" if actions else "")),
+            ("journal", f"{counted(checked.entries, 'entry')} at {url}" + (f": {actions}" if actions else "")),
             ("signers", signers or "none"),
             ("last", f"{checked.head.number} {checked.head.digest}"),
-            ("chain", f"{len(checked.findings):,} findings" if checked.findings else "whole"),
+            ("chain", f"{counted(len(checked.findings), 'finding')}" if checked.findings else "whole"),
         ]
     )
 

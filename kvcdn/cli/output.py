@@ -78,6 +78,14 @@ def print_table(headings: list[str], rows: list[list[str]]) -> None:
         print_text("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 document`, `2,000 documents`, `3 entries`, `2 addresses`."""
+    if count == 1:
+        return f"1 {noun}"
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun.endswith("s") else "s")
+    return f"{count:,} {plural}"
+
+
 def size(count: float) -> str:
     """Bytes in decimal units: `59.8 MB`."""
     for unit in ("B", "kB", "MB", "GB"):

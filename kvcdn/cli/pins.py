@@ -9,7 +9,7 @@ import typer
 
 from kvcdn.cli.edge_order import AdminEdge, count, look, order
 from kvcdn.cli.options import AsJson, Token
-from kvcdn.cli.output import print_json, print_text, size
+from kvcdn.cli.output import counted, print_json, print_text, size
 from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError, UsageError
 
@@ -26,7 +26,7 @@ def pins(edge: AdminEdge, token: Token = None, *, as_json: AsJson = False) -> No
         return
     for pin in listed:
         print_text(_line(pin, edge))
-    print_text(f"{len(listed):,} documents, {size(used)} of the {size(limit)} that pins may take")
+    print_text(f"{counted(len(listed), 'document')}, {size(used)} of the {size(limit)} that pins may take")
 
 
 def unpin(

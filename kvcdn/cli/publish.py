@@ -29,7 +29,7 @@ from kvcdn.cli.options import (
     signing_key,
     trust_list,
 )
-from kvcdn.cli.output import link, note, print_error, print_json, print_pairs, size
+from kvcdn.cli.output import counted, link, note, print_error, print_json, print_pairs, size
 from kvcdn.cli.wishes import refuse_ignored, unfulfilled
 from kvcdn.errors import KvcdnError, UsageError
 
@@ -268,7 +268,7 @@ def _estimator(
         print_pairs(
             [
                 ("document", document.name),
-                ("tokens", f"{estimate.tokens:,} in {estimate.blocks} blocks"),
+                ("tokens", f"{estimate.tokens:,} in {counted(estimate.blocks, 'block')}"),
                 (
                     "size",
                     f"{size(estimate.raw_bytes)} raw, about {size(estimate.stored_bytes)} stored (ratio {estimate.ratio})",
@@ -337,7 +337,7 @@ def _print_result(name: str, result: PublishResult, more: list[tuple[str, str]])
             ("document", f"{name}: {did}"),
             ("address", result.address),
             ("model", f"{result.model} ({result.fingerprint[:16]}), namespace {result.namespace}"),
-            ("tokens", f"{result.tokens:,} in {result.blocks} blocks, {result.blocks_uploaded} of them uploaded"),
+            ("tokens", f"{result.tokens:,} in {counted(result.blocks, 'block')}, {result.blocks_uploaded} of them uploaded"),
             ("size", f"{size(result.raw_bytes)} raw, {size(result.stored_bytes)} stored (ratio {result.ratio:.3f})"),
             ("precision", result.precision if certificate is None else f"{result.precision}: {certificate}"),
             *_refinement_pairs(result),

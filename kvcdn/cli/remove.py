@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcdn.cli.options import AsJson, Endpoint, KeyFile, OwnOrigin, open_journal, open_origin
-from kvcdn.cli.output import note, print_json, print_pairs, size, ticking
+from kvcdn.cli.output import counted, note, print_json, print_pairs, size, ticking
 from kvcdn.errors import UsageError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _show(removal: Removal) -> None:
     print_pairs(
         [
             ("model", removal.model_tag),
-            ("removed", f"{removal.documents:,} documents, {removal.blocks:,} blocks, {size(removal.bytes)}"),
+            ("removed", f"{counted(removal.documents, 'document')}, {counted(removal.blocks, 'block')}, {size(removal.bytes)}"),
             ("kept", f"{removal.blocks_shared:,} blocks that other documents begin with"),
         ]
     )

@@ -8,7 +8,7 @@ import typer
 
 from kvcdn.cli.inspect import day
 from kvcdn.cli.options import AsJson, Endpoint, KeyFile, OwnOrigin, open_origin, signing_key
-from kvcdn.cli.output import note, print_json, print_pairs, ticking
+from kvcdn.cli.output import counted, note, print_json, print_pairs, ticking
 from kvcdn.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -94,13 +94,14 @@ def _show(made: RevocationList, signer: str, *, as_json: bool) -> None:
         lists = {name: sorted(str(item) for item in getattr(made, name)) for name in ("addresses", "publishers", "models")}
         print_json({"signer": signer, "version": made.version, "created": made.created, "expires": made.expires, **lists})
         return
+    addresses, publishers, models = (
+        counted(len(many), noun)
+        for many, noun in ((made.addresses, "address"), (made.publishers, "publisher"), (made.models, "model"))
+    )
     print_pairs(
         [
             ("signer", signer),
             ("list", f"number {made.version}, to be renewed before {day(made.expires)}"),
-            (
-                "revoked",
-                f"{len(made.addresses):,} addresses, {len(made.publishers):,} publishers' keys, {len(made.models):,} models",
-            ),
+            ("revoked", f"{addresses}, {publishers}, {models}"),
         ]
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcdn.cli.options import AsJson, Endpoint, KeyFile, OwnOrigin, open_journal, open_origin
-from kvcdn.cli.output import note, print_json, print_pairs, print_text, size, ticking
+from kvcdn.cli.output import counted, note, print_json, print_pairs, print_text, size, ticking
 from kvcdn.errors import CorruptError, UsageError
 
 if TYPE_CHECKING:
@@ -104,13 +104,15 @@ def parse_duration(text: str) -> float:
 
 def _show_collected(found: Collected) -> None:
     removed = "would remove" if found.dry_run else "removed"
-    expired = f"{found.documents_expired:,} expired documents"
-    young = f"{found.blocks_young:,} blocks, {size(found.bytes_young)}, of no document but younger than the grace period"
+    expired = counted(found.documents_expired, "expired document")
+    gone = f"{counted(found.blocks_removed, 'block')}, {size(found.bytes_freed)}, {counted(found.leftovers, 'leftover')}"
+    documents = f"{counted(found.documents, 'document')} of {counted(found.models, 'model')}"
+    young = f"{counted(found.blocks_young, 'block')}, {size(found.bytes_young)}"
     print_pairs(
         [
-            (removed, f"{expired}, {found.blocks_removed:,} blocks, {size(found.bytes_freed)}, {found.leftovers:,} leftovers"),
-            ("kept", f"{found.documents:,} documents of {found.models:,} models, {found.blocks_kept:,} blocks"),
-            ("waiting", young),
+            (removed, f"{expired}, {gone}"),
+            ("kept", f"{documents}, {counted(found.blocks_kept, 'block')}"),
+            ("waiting", f"{young}, of no document but younger than the grace period"),
         ]
     )
     if found.blocks_held:
@@ -119,19 +121,18 @@ def _show_collected(found: Collected) -> None:
 
 def _show_checked(found: Checked) -> None:
     for problem in found.problems[:_SHOWN]:
-        hurt = f" ({problem.documents:,} documents)" if problem.documents else ""
+        hurt = f" ({counted(problem.documents, 'document')})" if problem.documents else ""
         print_text(f"{problem.kind}: {problem.object}{hurt}: {problem.reason}")
     if len(found.problems) > _SHOWN:
         print_text(f"and {len(found.problems) - _SHOWN:,} more: see --json")
     how = "read and verified" if found.read_blocks else "there and of the right size (their bytes were not read)"
+    documents = f"{found.documents:,} of {counted(found.models, 'model')}"
+    orphans = f"{counted(found.orphan_blocks, 'block')}, {size(found.orphan_bytes)}"
     print_pairs(
         [
-            ("documents", f"{found.documents:,} of {found.models:,} models, {len(found.documents_damaged):,} of them damaged"),
+            ("documents", f"{documents}, {len(found.documents_damaged):,} of them damaged"),
             ("blocks", f"{found.blocks:,}, {size(found.bytes)}: {how}"),
-            (
-                "orphans",
-                f"{found.orphan_blocks:,} blocks, {size(found.orphan_bytes)}, that no document names: kvcdn gc removes them",
-            ),
+            ("orphans", f"{orphans}, that no document names: kvcdn gc removes them"),
         ]
     )
     if found.repaired and found.problems:

@@ -24,7 +24,7 @@ from kvcdn.cli.options import (
     quiet_libraries,
     trust_list,
 )
-from kvcdn.cli.output import note, print_json, print_pairs, print_table, print_text
+from kvcdn.cli.output import counted, note, print_json, print_pairs, print_table, print_text
 from kvcdn.cli.publish import encode_document
 from kvcdn.errors import IntegrityError, UnsupportedModelError
 from kvcdn.keys import PRECISION_NATIVE
@@ -90,10 +90,11 @@ def verify(
             bits = f"differs by more than rounding, first in {found.beyond_rounding}"
         exact = f"{bits} on the publisher's schedule ({stack})"
         apart = found.one_pass
+        blocks = counted(found.blocks, "block")
         greedy_equal = f"{apart.greedy_equal} of {apart.greedy_total} greedy tokens equal"
         print_pairs(
             [
-                ("published", f"{found.tokens:,} of the document's {len(token_ids):,} tokens, in {found.blocks} blocks"),
+                ("published", f"{found.tokens:,} of the document's {len(token_ids):,} tokens, in {blocks}"),
                 ("loaded bytes", "are the bytes published" if found.loaded_equals_published else "are NOT the bytes published"),
                 *_certificates(found),
                 ("local prefill", exact if found.precision == PRECISION_NATIVE else f"differs, as {found.precision} is lossy"),
@@ -119,7 +120,7 @@ def _report_audit(found: AuditedPrefix, document: str, document_tokens: int, *, 
         print_json({"document": document, "document_tokens": document_tokens, **found.to_json()})
     else:
         print_text(
-            f"{found.tokens:,} of the document's {document_tokens:,} tokens are published, in {found.blocks} blocks;"
+            f"{found.tokens:,} of the document's {document_tokens:,} tokens are published, in {counted(found.blocks, 'block')};"
             f" {len(found.audited)} of them recomputed"
         )
         print_table(
