@@ -40,8 +40,8 @@ from kvcdn.client.planning.race import StoppedError
 from kvcdn.client.planning.refine import Refiner
 from kvcdn.client.planning.supply import Supply
 from kvcdn.client.prefix import ModelState, Prefix
+from kvcdn.client.sources.source import Source
 from kvcdn.client.sources.sources import open_source
-from kvcdn.client.sources.transport import Source
 from kvcdn.client.streaming import AnswerStream, Stop, stream_answer
 from kvcdn.client.trust.gate import Gate
 from kvcdn.client.trust.revoked import Revoked

@@ -138,7 +138,7 @@ def test_who_lost_the_hit(published, tmp_path, what, loss):
         options["mode"] = "compute"
     store = WatchedStore(published.store)
     store.down = what == "down"
-    from kvcdn.client.sources.transport import StoreSource
+    from kvcdn.client.sources.stored import StoreSource
 
     with published.client(StoreSource(store), **options) as client:
         prompt = encode_text(client.tokenizer, text + QUESTION, [len(text)])

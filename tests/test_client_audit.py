@@ -9,7 +9,7 @@ import torch
 
 from kvcdn.block import seal_block
 from kvcdn.client import MissReason
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.keyring import distrust_path, distrust_publisher, forgive_publisher, load_distrust, trust_publisher
 from kvcdn.keys import Namespace, PrefixNames, block_key

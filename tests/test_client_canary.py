@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from kvcdn.block import open_header, seal_block
 from kvcdn.client import Client, MissReason
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.errors import MismatchError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.load import bind_model

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 
 from kvcdn import codec
 from kvcdn.client import Client, MissReason
-from kvcdn.client.sources.transport import EdgeSource, StoreSource
+from kvcdn.client.sources.stored import StoreSource
+from kvcdn.client.sources.transport import EdgeSource
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.place import all_on
 from kvcdn.model.tokens import Prompt, encode_text

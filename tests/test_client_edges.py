@@ -18,7 +18,8 @@ from kvcdn.client.network.health import LEFT_OUT_SECONDS, LONGEST_LEFT_OUT_SECON
 from kvcdn.client.network.link import LinkEstimate
 from kvcdn.client.network.patience import LONGEST_PAUSE_SECONDS, RETRIES_ALWAYS, SICK_SECONDS, Patience
 from kvcdn.client.sources.sources import open_source
-from kvcdn.client.sources.transport import EdgeSource, EdgesSource, StoreSource
+from kvcdn.client.sources.stored import StoreSource
+from kvcdn.client.sources.transport import EdgeSource, EdgesSource
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.stores.folder import FolderStore

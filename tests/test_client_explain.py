@@ -22,7 +22,8 @@ from kvcdn.client.explaining.samples import Conversation
 from kvcdn.client.explaining.shelf import Shelf
 from kvcdn.client.explaining.surroundings import Surroundings, look_around
 from kvcdn.client.explaining.views import Form, Special
-from kvcdn.client.sources.transport import EdgeSource, StoreSource
+from kvcdn.client.sources.stored import StoreSource
+from kvcdn.client.sources.transport import EdgeSource
 from kvcdn.errors import UsageError
 from kvcdn.keyring import create_namespace, load_namespace
 from kvcdn.keys import Namespace, PrefixNames, block_key, manifest_key

@@ -11,7 +11,8 @@ from kvcdn.client import Client
 from kvcdn.client.loading import delivery
 from kvcdn.client.loading.report import MissReason
 from kvcdn.client.sources import readers
-from kvcdn.client.sources.transport import EdgeSource, StoreSource
+from kvcdn.client.sources.stored import StoreSource
+from kvcdn.client.sources.transport import EdgeSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.keys import Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.model.cache import cache_argument

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcdn.client.network.link import HALF_LIFE_SECONDS, LATENCIES, LEAST_BYTES, LinkEstimate, LinkMeter
-from kvcdn.client.sources.transport import EdgeSource, Source, StoreSource
+from kvcdn.client.sources.source import Source
+from kvcdn.client.sources.stored import StoreSource
+from kvcdn.client.sources.transport import EdgeSource
 from kvcdn.paths import cache_dir
 from kvcdn.stores.memory import MemoryStore
 from support.web import running_web

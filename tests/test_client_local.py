@@ -19,7 +19,7 @@ from kvcdn.client import Client, MissReason
 from kvcdn.client.loading import local
 from kvcdn.client.loading.fetch import PrefixFetch
 from kvcdn.client.loading.local import FetchedPrefix, LocalPrefix, LocalPrefixes
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.keys import Chain, Namespace, PrefixNames, block_key
 from kvcdn.model.cache import build_cache
 from kvcdn.model.place import all_on

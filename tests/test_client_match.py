@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.client.loading.match import find_published
-from kvcdn.client.sources.transport import probe_lead
+from kvcdn.client.sources.source import probe_lead
 from kvcdn.keys import Chain, Namespace
 from support.blocks import make_model
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcdn.client import MissReason
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.errors import UsageError
 from kvcdn.model.load import load_model
 from kvcdn.model.tokens import Prompt, encode_chat

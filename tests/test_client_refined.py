@@ -25,7 +25,7 @@ from kvcdn.client.loading.match import PublishedPrefix
 from kvcdn.client.loading.report import Refining
 from kvcdn.client.network.link import LinkEstimate
 from kvcdn.client.planning.quality import Offer, choose
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.edge.launch import launch_edge
 from kvcdn.errors import CorruptError, UsageError

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvcdn.client import Client, MissReason
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.errors import UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key
 from kvcdn.model.cache import beside

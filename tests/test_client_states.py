@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvcdn import layout
 from kvcdn.block import open_header
 from kvcdn.client.loading.report import MissReason
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.errors import UnsupportedModelError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key, manifest_key

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvcdn.client.sources import stored
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.errors import CorruptError, UnavailableError
 from kvcdn.store import STREAM_CHUNK_BYTES
 from kvcdn.stores import open_store

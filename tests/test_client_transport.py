@@ -16,7 +16,8 @@ import pytest
 from kvcdn.client.network import edges, patience, tries, wire
 from kvcdn.client.network.exchange import Exchange
 from kvcdn.client.sources.source import probe_lead
-from kvcdn.client.sources.transport import EdgeSource, StoreSource
+from kvcdn.client.sources.stored import StoreSource
+from kvcdn.client.sources.transport import EdgeSource
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.stores.memory import MemoryStore

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcdn.block import seal_block
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.errors import CorruptError, NotFoundError, UntrustedError
 from kvcdn.keys import Namespace, PrefixNames, block_key

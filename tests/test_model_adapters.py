@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvcdn.cli.main import app
 from kvcdn.client import Client
 from kvcdn.client.loading.report import MissReason
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.errors import CorruptError, NotFoundError, UnsupportedModelError
 from kvcdn.model.adapters import adapter_state

@@ -11,7 +11,7 @@ import torch
 from kvcdn.block import open_header
 from kvcdn.certificate import Certificate
 from kvcdn.client import MissReason
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.errors import QualityError, UsageError
 from kvcdn.keys import Namespace, PrefixNames, block_key, read_precisions

@@ -24,7 +24,7 @@ from kvcdn.client.explaining.surroundings import Surroundings
 from kvcdn.client.explaining.views import View
 from kvcdn.client.explaining.volatile import find_volatile
 from kvcdn.client.loading.report import MissReason
-from kvcdn.client.sources.transport import Source
+from kvcdn.client.sources.source import Source
 from kvcdn.envelope import BLOCK_MAGIC, PREAMBLE_BYTES, envelope_size
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, QualityError, UntrustedError, UsageError
 from kvcdn.keys import BlockName, ModelIdentity, block_key

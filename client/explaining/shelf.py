@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvcdn.client.explaining.views import View
 from kvcdn.client.loading.match import PublishedPrefix, find_in_precisions, find_published
-from kvcdn.client.sources.transport import Source
+from kvcdn.client.sources.source import Source
 from kvcdn.digest import Digest
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError
 from kvcdn.keys import Chain, ModelIdentity, manifest_key

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvcdn.client.sources.transport import Source
+from kvcdn.client.sources.source import Source
 from kvcdn.keys import BlockName, Chain, ModelIdentity, Namespace
 from kvcdn.model.tokens import Prompt
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcdn.client.sources.fallback import FallbackSource
-from kvcdn.client.sources.transport import EdgesSource, Source, StoreSource
+from kvcdn.client.sources.source import Source
+from kvcdn.client.sources.stored import StoreSource
+from kvcdn.client.sources.transport import EdgesSource
 from kvcdn.errors import UsageError
 from kvcdn.stores import open_store
 

@@ -23,14 +23,11 @@ from kvcdn.client.network.tally import Tally
 from kvcdn.client.network.tries import Tries
 from kvcdn.client.network.wire import BrokenError
 from kvcdn.client.sources.readers import RangedReader, StreamReader
-from kvcdn.client.sources.source import RANGE_BYTES, ObjectReader, OpenSource, Session, Source, probe_lead
-from kvcdn.client.sources.stored import StoreSource
+from kvcdn.client.sources.source import ObjectReader, OpenSource, Session, probe_lead
 from kvcdn.client.sources.transfer import Identity, Transfer
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import CorruptError, UnavailableError
 from kvcdn.keys import block_key
-
-__all__ = ["RANGE_BYTES", "EdgeSource", "EdgesSource", "ObjectReader", "Session", "Source", "StoreSource", "probe_lead"]
 
 MATCH_ADDRESSES = 4096
 """Addresses an edge accepts in one match (FORMAT.md section 7)."""

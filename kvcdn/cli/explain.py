@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvcdn.client.explaining.explanation import Explanation
     from kvcdn.client.explaining.samples import Content
     from kvcdn.client.explaining.views import View
-    from kvcdn.client.sources.transport import Source
+    from kvcdn.client.sources.source import Source
     from kvcdn.keys import ModelIdentity
     from kvcdn.manifest import Manifest
     from kvcdn.store import BlobStore

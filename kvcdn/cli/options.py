@@ -15,7 +15,7 @@ from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.paths import data_dir
 
 if TYPE_CHECKING:
-    from kvcdn.client.sources.transport import Source
+    from kvcdn.client.sources.source import Source
     from kvcdn.origin.upkeep.journal import Journal
     from kvcdn.signing import SigningKey, TrustList
     from kvcdn.store import BlobStore

@@ -13,7 +13,7 @@ from kvcdn.client.explaining.samples import Conversation
 from kvcdn.client.explaining.shelf import Shelf
 from kvcdn.client.explaining.surroundings import Surroundings, look_around
 from kvcdn.client.explaining.views import View
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.keys import Namespace
 from kvcdn.manifest import Manifest
 from kvcdn.model.load import LoadedModel, load_model

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 
 from kvcdn.client.network.link import LinkEstimate
-from kvcdn.client.sources.transport import ObjectReader, StoreSource
+from kvcdn.client.sources.source import ObjectReader
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import UnavailableError
 from kvcdn.store import BlobStore

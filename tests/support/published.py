@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcdn import layout
 from kvcdn.client import Client
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.keys import PRECISIONS
 from kvcdn.model.load import LoadedModel, load_model
 from kvcdn.model.tokens import Prompt, encode_text

@@ -15,7 +15,7 @@ import torch
 from accelerate import dispatch_model
 
 from kvcdn.client import Client
-from kvcdn.client.sources.transport import StoreSource
+from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.verify import verify_prefix
 from kvcdn.model.load import LoadedModel, bind_model, load_model
 from kvcdn.model.place import layer_devices

@@ -24,7 +24,7 @@ from kvcdn.stores.local import LocalStore
 if TYPE_CHECKING:
     from kvcdn.client import Client
     from kvcdn.client.loading.report import Report
-    from kvcdn.client.sources.transport import Source
+    from kvcdn.client.sources.source import Source
     from kvcdn.digest import ModelTag
 
 CHECKS = Checks(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from kvcdn.client.sources.transport import Source
+    from kvcdn.client.sources.source import Source
 
 NOISE = 0.1
 """The other weights: each matrix with so much of its own standard deviation added as noise, a fine-tune's stand-in."""
