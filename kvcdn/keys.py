@@ -19,7 +19,7 @@ from kvcdn.layout import Layout
 PRECISION_NATIVE = "native"
 """The KV exactly as the model computed it, in the layout's dtypes."""
 
-TRANSFORMED = ("tc-high", "tc-medium", "tc-low")
+TRANSFORMED = ("tc-high", "tc-medium", "tc-low", "tc-least")
 """Precisions that need the model's basis."""
 
 LOSSY = ("int8", "int4", *TRANSFORMED)

@@ -104,7 +104,7 @@ def test_a_laptop_at_home_gains_and_a_server_there_does_not():
         (["--hit-ratio", "0.5"], "hit_ratio", 0.5),
         (["--stored-ratio", "0.5"], "stored_ratio", 0.5),
         (["--precision", "int4"], "stored_ratio", 0.29),
-        (["--precision", "tc-low"], "stored_ratio", 0.12),
+        (["--precision", "tc-least"], "stored_ratio", 0.084),
         (["--rtt", "0.5"], "round_trip", 0.5),
         (["--link", "8Mbit/s"], "link", 1e6),
         (["--link", "2.5GB/s"], "link", 2.5e9),

@@ -355,7 +355,7 @@ def test_right_models_of_every_kind_pass(tmp_path, kind):
     assert "canary" in report.seconds
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4", "tc-high", "tc-medium", "tc-low"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "tc-high", "tc-medium", "tc-low", "tc-least"])
 def test_lossy_precisions_are_not_taken_for_faults(published, monkeypatch, precision):
     """Their coding is allowed for, and only theirs; K and V mixed up are seen all the same, by canary and audit."""
     monkeypatch.undo()

@@ -15,7 +15,7 @@ from kvcdn.block import open_header
 from kvcdn.codec import Rows, decode_part
 from kvcdn.codecs.basis import Basis
 from kvcdn.codecs.carrier import carry, uncarry
-from kvcdn.codecs.choice import row_exponents
+from kvcdn.codecs.choice import row_exponents, row_weights
 from kvcdn.codecs.numbers import to_float32, write_rounded
 from kvcdn.codecs.rope import Rope
 from kvcdn.codecs.symbols import pack_symbols, read_symbols
@@ -144,13 +144,20 @@ def test_exponents_follow_the_gradients() -> None:
     basis = BASIS.tensors[0][1]
     slopes = np.random.default_rng(3).normal(size=(400, 4, 8)).astype(np.float32)
     slopes[10:20] *= 30
-    exponents = row_exponents(slopes.copy(), basis, 420)
+    weights = row_weights(slopes.copy(), basis)
+    ((exponents,),) = row_exponents([[weights]], 420)
     assert (420,) == exponents.shape
     assert exponents[10:20].max() < exponents[20:336].min()
     # What the last 64 of the probe have read counts as not read.
     assert {exponents[-1]} == set(exponents[336:].tolist())
     assert exponents[-1] < exponents[20:336].min()
-    assert row_exponents(np.zeros((9, 4, 8), np.float32), basis, 12).tolist() == [0] * 12
+    nothing = row_weights(np.zeros((9, 4, 8), np.float32), basis)
+    assert [[[0] * 12]] == [[one.tolist() for one in layer] for layer in row_exponents([[nothing]], 12)]
+    # Of two tensors the one that is read more has the smaller steps; the other way round it is the same.
+    (most, least), (again,) = row_exponents([[weights * 64, weights], [weights * 64]], 420)
+    assert most.tolist() == again.tolist()
+    assert (most <= least).all()
+    assert most[-1] < least[-1]
 
 
 def test_basis_is_read_as_it_was_written() -> None:

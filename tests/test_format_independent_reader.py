@@ -197,7 +197,7 @@ LOSSLESS = ("raw", "blosc2", "exponents")
 
 GRIDS = ("int8", "int4")
 
-TRANSFORMED = ("tc-high", "tc-medium", "tc-low")
+TRANSFORMED = ("tc-high", "tc-medium", "tc-low", "tc-least")
 
 REFINEMENTS = tuple(f"{precision}+" for precision in (*GRIDS, *TRANSFORMED))
 

@@ -13,15 +13,16 @@ from kvcdn.certificate import Certificate
 from kvcdn.client import MissReason
 from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.verify import verify_prefix
+from kvcdn.codecs.choice import STEPS
 from kvcdn.errors import QualityError, UsageError
-from kvcdn.keys import Namespace, PrefixNames, block_key, read_precisions
+from kvcdn.keys import PRECISION_NATIVE, TRANSFORMED, Namespace, PrefixNames, block_key, read_precisions
 from kvcdn.manifest import open_manifest
 from kvcdn.model import bases
 from kvcdn.model.prefill import ScheduledPrefill
 from kvcdn.model.quality import Judge
 from kvcdn.model.shelf import Shelf
 from kvcdn.origin.publishing.estimate import estimate_publish
-from kvcdn.origin.publishing.lossy import Encoders
+from kvcdn.origin.publishing.lossy import LADDER, Encoders
 from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.paths import data_dir
 from kvcdn.stores.memory import MemoryStore
@@ -30,7 +31,7 @@ from support.tiny import tiny_checkpoint
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
-LOSSY = ("int8", "int4", "tc-high", "tc-low")
+LOSSY = ("int8", "int4", "tc-high", "tc-low", "tc-least")
 
 GRIDS = ("int8", "int4")
 
@@ -71,9 +72,9 @@ def test_fewer_bits_are_fewer_bytes(published):
     """And each precision lies under addresses of its own."""
     ratios = {name: published.results[name].ratio for name in ("native", *LOSSY)}
     assert ratios["native"] > ratios["int8"] > ratios["int4"]
-    assert ratios["native"] > ratios["tc-high"] > ratios["tc-low"]
+    assert ratios["native"] > ratios["tc-high"] > ratios["tc-low"] > ratios["tc-least"]
     addresses = {block.address for name in ("native", *LOSSY) for block in names_in(published, name).blocks}
-    assert len(addresses) == 10
+    assert len(addresses) == 12
 
 
 @pytest.mark.parametrize("precision", LOSSY)
@@ -158,6 +159,19 @@ def test_a_bound_steps_precision_up(published):
         assert (given, "published") == (result.precision, result.status)
         headers = [open_header(store.read(info.key), "block") for info in store.list("v1/") if "/blocks/" in info.key]
         assert {given} == {header.precision for header in headers}
+
+
+@pytest.mark.parametrize("precision", LOSSY)
+def test_precisions_step_up_to_native(precision):
+    """From any of them, and of the transform codec each has a smaller step than the one before."""
+    tried = [precision]
+    while tried[-1] in LADDER:
+        tried.append(LADDER[tried[-1]])
+    assert PRECISION_NATIVE == tried[-1]
+    steps = [STEPS[name] for name in tried if name in STEPS]
+    assert steps == sorted(set(steps), reverse=True)
+    if precision == TRANSFORMED[-1]:
+        assert tried == [*reversed(TRANSFORMED), PRECISION_NATIVE]
 
 
 def test_publishing_again_does_nothing(published):

@@ -14,7 +14,7 @@ from kvcdn.model.remembered import Remembered
 USUAL_RATIO = 0.7
 """Stored over raw bytes of bf16 KV, losslessly; measured 0.67 to 0.70. So is what is stored of coarse KV and its refinement."""
 
-USUAL_RATIOS = {"int8": 0.52, "int4": 0.3, "tc-high": 0.3, "tc-medium": 0.18, "tc-low": 0.12}
+USUAL_RATIOS = {"int8": 0.52, "int4": 0.3, "tc-high": 0.29, "tc-medium": 0.16, "tc-low": 0.11, "tc-least": 0.084}
 """The same of lossy precisions (docs/codecs.md)."""
 
 USUAL_DECODING = 200e6

@@ -32,7 +32,9 @@ def economics(
     reads: Annotated[float, typer.Option(help="Reads of the document in --days, all together.")] = 1000,
     days: Annotated[float, typer.Option(help="How long it is kept and read.")] = 30,
     retrain_days: Annotated[float | None, typer.Option(help="A new version of the model every so many days.")] = None,
-    precision: Annotated[str, typer.Option(help="How KV is stored: bf16, fp16 (lossless), raw, int8, int4, tc-high.")] = "bf16",
+    precision: Annotated[
+        str, typer.Option(help="How KV is stored: bf16, fp16 (lossless), raw, int8, int4, tc-high to tc-least.")
+    ] = "bf16",
     stored_ratio: Annotated[float | None, typer.Option(help="Stored over raw bytes, in place of the precision's.")] = None,
     device: Annotated[str, typer.Option(help="What prefills: h100, h200, a100, l40s, rtx-4090, m1-pro, cpu-2-cores.")] = "h100",
     devices: Annotated[int | None, typer.Option(help="How many share a pass. Default: as few as hold the weights.")] = None,

@@ -57,7 +57,7 @@ def publish(
     endpoint: Endpoint = None,
     config: Annotated[Path | None, typer.Option(help="Settings file; infra/origin.toml is a commented sample.")] = None,
     precision: Annotated[
-        Literal["native", "int8", "int4", "tc-high", "tc-medium", "tc-low"] | None,
+        Literal["native", "int8", "int4", "tc-high", "tc-medium", "tc-low", "tc-least"] | None,
         typer.Option(help="How KV is kept: native, the default, is bit-exact; the others are measured on the document."),
     ] = None,
     min_quality: Annotated[

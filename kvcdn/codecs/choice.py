@@ -27,21 +27,21 @@ Halves and thirds of blocks of 512."""
 FINE_SHARE = 1 / 20
 """Of all bytes, the tensors that have 8 bits in int4: a few, mostly K of single layers, do most of the harm at 4."""
 
-STEPS = {"tc-high": 0.00025, "tc-medium": 0.001, "tc-low": 0.0025}
+STEPS = {"tc-high": 0.00028, "tc-medium": 0.0013, "tc-low": 0.0026, "tc-least": 0.0043}
 """Steps in the unit of the basis; docs/codecs.md has what such steps make."""
 
 RECENT_TOKENS = {"int8": 0, "int4": 16}
 """The last tokens of a document that are exact: what follows reads them most, and 4 bits are few."""
 
-_FINER_BY = 0.6
+_FINER_BY = 0.7
 """The power of a row's weight by which its error is made smaller: 1/2 of the weight's logarithm would be right if weights were
-exact; they are estimates, of which the tails are mostly chance, and 0.6 of that half was best on three documents."""
+exact; they are estimates, of which the tails are mostly chance, and 0.7 of that half was best on three documents."""
 
 _LEAST_WEIGHT = 1e-3
-"""Of the mean: a row that the probe did not read may be read later."""
+"""Of the tensor's mean: a row that the probe did not read may be read later."""
 
 _LATE_WEIGHT = 4.0
-"""Of the mean, for rows that no probe has read: what comes next reads the last rows most."""
+"""Of the tensor's mean, for rows that no probe has read: what comes next reads the last rows most."""
 
 _FEWEST_READERS = 64
 """Rows that fewer tokens of the probe have read count as not read: their worth would be mostly chance, and one that is wrongly
@@ -49,8 +49,8 @@ taken for worthless can cost more than all others together."""
 
 _MOST_EXPONENT = 3
 
-TYPICAL_EXPONENTS = (0, -_MOST_EXPONENT)
-"""Of rows that were read, on the mean, and of those of which nothing is known."""
+TYPICAL_EXPONENTS = ((-2, 0, 2), (-2,))
+"""Of rows that were read, equally many of each, and of those of which nothing is known."""
 
 
 class TensorEncoder(Protocol):
@@ -158,10 +158,10 @@ def _read_enough(rows: NDArray[Any]) -> NDArray[Any]:
     return rows[: len(rows) - min(_FEWEST_READERS, len(rows) // 4)]
 
 
-def row_exponents(slopes: Floats, basis: TensorBasis, tokens: int) -> NDArray[np.int16]:
-    """The exponent of the step of each of `tokens` rows, smaller where a row is read more.
+def row_weights(slopes: Floats, basis: TensorBasis) -> NDArray[np.float64]:
+    """What an error in each row of a tensor does to what is read, in the unit of the basis: of the first rows, read by enough.
 
-    `slopes` are gradients of the first of them, [fewer tokens, heads, dim]; they are used up.
+    `slopes` are gradients of the first rows, [tokens, heads, dim]; they are used up.
     """
     if basis.rope is not None:
         basis.rope.turn(slopes, 0, back=True)
@@ -169,12 +169,31 @@ def row_exponents(slopes: Floats, basis: TensorBasis, tokens: int) -> NDArray[np
     parts = slopes.reshape(len(slopes), groups, width).transpose(1, 0, 2)
     synthesis = basis.synthesis * basis.scales[:, None, None]
     energies = np.square(np.matmul(parts, synthesis.transpose(0, 2, 1))).sum((0, 2), dtype=np.float64)
-    read = _read_enough(energies)
-    mean = read[EXACT_TOKENS:].mean() if len(read) > EXACT_TOKENS else 0.0
-    if not mean > 0:
-        return np.zeros(tokens, np.int16)
-    known = np.log2(read / mean + _LEAST_WEIGHT)
-    weights = np.concatenate((known, np.full(tokens - len(known), np.log2(_LATE_WEIGHT))))
-    finer = np.rint(-_FINER_BY * (weights - known.mean()) / 2)
+    weights: NDArray[np.float64] = _read_enough(energies)
+    return weights
+
+
+def row_exponents(weights: Sequence[Sequence[NDArray[np.float64]]], tokens: int) -> list[list[NDArray[np.int16]]]:
+    """For each layer and tensor, the exponents of the steps of its `tokens` rows, smaller where a row is read more.
+
+    Rows are compared across all tensors: what those of one of them are worth hangs on the document.
+    """
+    logs = [[_logs(rows, tokens) for rows in layer] for layer in weights]
+    read = [one[: len(rows)] for layer, ones in zip(weights, logs, strict=True) for rows, one in zip(layer, ones, strict=True)]
+    found = np.concatenate(read)
+    centre = found[np.isfinite(found)].mean() if np.isfinite(found).any() else 0.0
+    return [[_exponents(one - centre) for one in layer] for layer in logs]
+
+
+def _logs(weights: NDArray[np.float64], tokens: int) -> NDArray[np.float64]:
+    """Logarithms of the weights of `tokens` rows; minus infinity for a tensor of which nothing is read."""
+    mean = weights[EXACT_TOKENS:].mean() if len(weights) > EXACT_TOKENS else 0.0
+    unknown = np.full(tokens - len(weights), _LATE_WEIGHT * mean)
+    with np.errstate(divide="ignore"):
+        return np.log2(np.concatenate((weights + _LEAST_WEIGHT * mean, unknown)) if mean > 0 else np.zeros(tokens))
+
+
+def _exponents(logs: NDArray[np.float64]) -> NDArray[np.int16]:
+    finer = np.rint(-_FINER_BY / 2 * logs) if np.isfinite(logs).all() else np.zeros(len(logs))
     exponents: NDArray[np.int16] = np.clip(finer, -_MOST_EXPONENT, _MOST_EXPONENT).astype(np.int16)
     return exponents

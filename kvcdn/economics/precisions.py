@@ -39,8 +39,9 @@ PRECISIONS: Mapping[str, Precision] = {
         Precision("raw", 1.0, "not compressed", _DATE),
         Precision("int8", 0.51, f"lossy, next-token KL 0.0019 on what follows: {_SHORT}", _DATE),
         Precision("int4", 0.29, f"lossy, next-token KL 0.0065 on what follows: {_SHORT}", _DATE),
-        Precision("tc-high", 0.30, f"lossy, next-token KL 0.0018 on what follows: {_SHORT}", _DATE),
-        Precision("tc-medium", 0.18, f"lossy, next-token KL 0.0026 on what follows: {_SHORT}", _DATE),
-        Precision("tc-low", 0.12, f"lossy, next-token KL 0.0043 on what follows: {_SHORT}", _DATE),
+        Precision("tc-high", 0.29, f"lossy, next-token KL 0.0022 on what follows: {_SHORT}", _DATE),
+        Precision("tc-medium", 0.16, f"lossy, next-token KL 0.0027 on what follows: {_SHORT}", _DATE),
+        Precision("tc-low", 0.11, f"lossy, next-token KL 0.0049 on what follows: {_SHORT}", _DATE),
+        Precision("tc-least", 0.084, f"lossy, next-token KL 0.0089 on what follows: {_SHORT}", _DATE),
     )
 }

@@ -107,8 +107,9 @@ def _encoded(
         basis = Encoders(loaded, token_ids, block.layers).basis
         unknown = unknown_rows(total, total - tail_tokens(total)) / total
         encoders = [
-            (share, TransformEncoder(layout, precision, basis, _constant(layout, total, exponent)))
-            for share, exponent in zip((1 - unknown, unknown), TYPICAL_EXPONENTS, strict=True)
+            (share / len(exponents), TransformEncoder(layout, precision, basis, _constant(layout, total, exponent)))
+            for share, exponents in zip((1 - unknown, unknown), TYPICAL_EXPONENTS, strict=True)
+            for exponent in exponents
         ]
     else:
         # Which tensors are finer is known when the whole document is; how many are is enough here.

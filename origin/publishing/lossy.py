@@ -27,6 +27,7 @@ from kvcdn.codecs.choice import (
     encode_refinement,
     grid_harm,
     row_exponents,
+    row_weights,
 )
 from kvcdn.digest import Buffer
 from kvcdn.errors import UnsupportedModelError
@@ -44,6 +45,7 @@ from kvcdn.origin.publishing.run import Run
 LADDER = {
     "int4": "int8",
     "int8": PRECISION_NATIVE,
+    "tc-least": "tc-low",
     "tc-low": "tc-medium",
     "tc-medium": "tc-high",
     "tc-high": PRECISION_NATIVE,
@@ -182,10 +184,11 @@ class Encoders:
         if precision not in TRANSFORMED:
             return GridEncoder(layout, precision, len(self._ids), self._fine() if precision == "int4" else ())
         if not self._exponents:
-            self._exponents = [
-                [row_exponents(slope.numpy(), one, len(self._ids)) for slope, one in zip(rows, ones, strict=True)]
+            weights = [
+                [row_weights(slope.numpy(), one) for slope, one in zip(rows, ones, strict=True)]
                 for rows, ones in zip(self._slopes(), self.basis.tensors, strict=True)
             ]
+            self._exponents = row_exponents(weights, len(self._ids))
         return TransformEncoder(layout, precision, self.basis, self._exponents)
 
     def _slopes(self) -> Gradients:

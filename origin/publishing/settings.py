@@ -53,7 +53,7 @@ class PublisherSettings(BaseSettings):
         min_length=1,
         description="Private namespace, whose secret is on this machine. Without it, the public one.",
     )
-    precision: Literal["native", "int8", "int4", "tc-high", "tc-medium", "tc-low"] = Field(
+    precision: Literal["native", "int8", "int4", "tc-high", "tc-medium", "tc-low", "tc-least"] = Field(
         default="native",
         description="How KV is kept: native is bit-exact, the others are smaller, and measured on each document.",
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcdn.cli.figure import new_figure, write_figure
+from kvcdn.keys import TRANSFORMED
 
 _COLOURS = ["#2166ac", "#b2182b", "#1b7837", "#762a83", "#e08214", "#4d4d4d"]
 """One for each document, in turn."""
@@ -18,10 +19,11 @@ _MARKERS = {
     "tc-high": "^",
     "tc-medium": "o",
     "tc-low": "v",
+    "tc-least": "<",
 }
 """Of the lossy codecs, from the largest."""
 
-_CURVE = ("tc-high", "tc-medium", "tc-low")
+_CURVE = TRANSFORMED
 
 _EXACT = {"lossless": "lossless", "zstd over raw bytes": "zstd", "safetensors (raw)": "raw"}
 

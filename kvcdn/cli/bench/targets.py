@@ -170,6 +170,7 @@ TARGETS: dict[str, tuple[Target, ...]] = {
         *_codec("tc-high", 0.36, 1.2, 0.4),
         *_codec("tc-medium", 0.22, 2.0, 0.4),
         *_codec("tc-low", 0.14, 5.0, 0.4),
+        *_codec("tc-least", 0.10, 5.0, 0.4),
     ),
     "against": (Target("kvcdn: damage used without a word, answers wrong", "=", 0, _ours_wrong),),
 }
