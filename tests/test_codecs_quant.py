@@ -14,16 +14,7 @@ from kvcdn.codec import Rows, decode_part
 from kvcdn.codecs.numbers import to_float32, write_rounded
 from kvcdn.codecs.quant import Grid, encode_grid
 from kvcdn.errors import CorruptError
-
-GRIDS = st.builds(
-    Grid,
-    st.sampled_from([4, 8]),
-    st.integers(1, 50),
-    st.sampled_from([1, 2, 4, 8]),
-    st.booleans(),
-    st.integers(0, 4),
-    st.integers(0, 4),
-)
+from support.grids import GRIDS
 
 
 def decoded(data: bytes, rows: Rows, size: int, codec: str = "quant") -> bytes:

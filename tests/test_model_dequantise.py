@@ -23,6 +23,7 @@ from kvcdn.model.layers import TORCH_DTYPES
 from kvcdn.model.prefill import tensor_bytes
 from kvcdn.model.staging import Staging, Uploads
 from support.blocks import make_basis
+from support.grids import GRIDS
 
 DTYPES = st.sampled_from(["bfloat16", "float16", "float32"])
 
@@ -70,15 +71,7 @@ def raw_of(values: np.ndarray, dtype: str) -> bytes:
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=150, deadline=None)
 @given(
-    st.builds(
-        Grid,
-        st.sampled_from([4, 8]),
-        st.integers(1, 50),
-        st.sampled_from([1, 2, 4, 8]),
-        st.booleans(),
-        st.integers(0, 4),
-        st.integers(0, 4),
-    ),
+    GRIDS,
     st.integers(1, 60),
     DTYPES,
     st.sampled_from([1e-38, 1e-5, 1.0, 3e3]),
