@@ -11,6 +11,7 @@ import torch
 from kvcdn.client import Answer, Client
 from kvcdn.keyring import trust_publisher
 from support.published import publish_text
+from support.slow import remember_slow_models
 from support.tiny import tiny_checkpoint
 from support.web import running_web
 
@@ -34,6 +35,7 @@ def test_every_example_runs(tmp_path, monkeypatch, capsys):
     torch.set_num_threads(1)
     published = publish_text(tiny_checkpoint(tmp_path / "model", dtype=torch.float32), tokens=1300)
     trust_publisher(published.key.public, "the publisher")
+    remember_slow_models(monkeypatch)
     Path("handbook.txt").write_text(published.text)
     with running_web(published.store) as web:
         ours = {"http://127.0.0.1:8400": web.url, "smollm2-135m": str(tmp_path / "model")}

@@ -151,11 +151,6 @@ class PrefixFetch:
         return {one.name.index: one.header for one in self.deliveries if one.header is not None and not one.computed}
 
     @property
-    def envelopes(self) -> dict[int, bytes]:
-        """Of the same blocks, as their publishers signed them."""
-        return {one.name.index: one.envelope for one in self.deliveries if one.header is not None and not one.computed}
-
-    @property
     def bytes_fetched(self) -> int:
         return sum(one.received for one in self.deliveries)
 
@@ -164,9 +159,9 @@ class PrefixFetch:
         return all(one.complete for one in self.deliveries)
 
     @property
-    def waited_seconds(self) -> float:
-        """Of all threads, for bytes."""
-        return sum(one.waited for one in self.deliveries)
+    def settled(self) -> bool:
+        """Whether waiting alone will not bring more: all is there, or a block is lost and nobody has computed it."""
+        return self.complete or (self._error is not None and any(one.lost and not one.complete for one in self.deliveries))
 
     @property
     def decoding_seconds(self) -> float:
@@ -235,7 +230,7 @@ class PrefixFetch:
             self._layer_there.notify_all()
 
     def wait_until_settled(self, seconds: float) -> None:
-        """Returns when everything is there, something went wrong, or after so long: nothing in between wakes the caller."""
+        """Returns when it is, or after so long: nothing in between wakes the caller."""
         self._settled.wait(seconds)
 
     def overlap_pays(self) -> bool:
@@ -245,8 +240,8 @@ class PrefixFetch:
         that starts at once has its first token 10 to 15 % later.
         """
         elapsed = time.perf_counter() - self.started
-        begun = all(one.holds(0) for one in self.deliveries)
-        return begun and self.waited_seconds > _LINK_BOUND_SHARE * elapsed * len(self._threads)
+        begun, waited = all(one.holds(0) for one in self.deliveries), sum(one.waited for one in self.deliveries)
+        return begun and waited > _LINK_BOUND_SHARE * elapsed * len(self._threads)
 
     def wait(self) -> None:
         """Returns when every layer is complete. Raises the error that ended the fetch."""
@@ -324,9 +319,12 @@ class PrefixFetch:
         return self._reaches(first + count) or all(one.complete for one in self.deliveries if one not in ours)
 
     def outrun(self, first: int, count: int) -> None:
-        """They were computed meanwhile."""
+        """They were computed meanwhile; what is behind a block that was lost is worth waiting for again."""
         for one in self.deliveries[first : first + count]:
             one.outrun()
+        with self._changed:
+            if not self.settled:
+                self._settled.clear()
 
     # -- threads -----------------------------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class FetchedPrefix:
 
     def envelope(self, name: BlockName) -> bytes:
         """A block's envelope as it was published; empty for a block of which nothing was read."""
-        return self.fetch.envelopes.get(name.index, b"")
+        return self.fetch.deliveries[name.index].envelope
 
 
 class LocalPrefixes:

@@ -182,7 +182,7 @@ class Race:
             if settled:
                 break
             fetch.widen()
-            if stream and fetch.overlap_pays():
+            if stream and fetch.error is None and fetch.overlap_pays():
                 return False
             fetch.wait_until_settled(TICK_SECONDS)
         self._finish()
@@ -195,7 +195,7 @@ class Race:
     @property
     def _settled(self) -> bool:
         """Whether there is nothing to wait for."""
-        return self.fetch is None or self.fetch.complete or self.fetch.error is not None
+        return self.fetch is None or self.fetch.settled
 
     def _heed(self) -> None:
         """Raises StoppedError once `stopped` says so."""
