@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -300,20 +302,28 @@ def test_a_link_that_turns_out_fast_ends_computing_within_a_layer(published):
     assert [one["mode"] for one in prepared.report.plan["switches"]] == ["fetch"]
 
 
-def test_what_has_arrived_is_not_computed_for_a_link_that_died_since(published, monkeypatch):
-    """All blocks but the first two come while a pass over all runs, and then nothing: it ends, and these are computed."""
-    monkeypatch.setattr(fetch_module, "MAX_THREADS", 1)  # whole blocks come one by one, from the right
-    of, fetches, came = published("llama"), [], []
-    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
-    remember_passes(of.loaded, [Pass(name.start, name.end, name.tokens * 0.01) for name in names])
-    sizes = [of.store.stat(block_key(of.loaded.identity.tag, name.address)).size for name in names]
-    link = SlowLink(of.store)
-    link.hold()
+def noted_fetches(monkeypatch):
+    """The fetches that races begin from now on."""
+    fetches = []
 
     class Noted(PrefixFetch):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             fetches.append(self)
+
+    monkeypatch.setattr(race, "PrefixFetch", Noted)
+    return fetches
+
+
+def test_what_has_arrived_is_not_computed_for_a_link_that_died_since(published, monkeypatch):
+    """All blocks but the first two come while a pass over all runs, and then nothing: it ends, and these are computed."""
+    monkeypatch.setattr(fetch_module, "MAX_THREADS", 1)  # whole blocks come one by one, from the right
+    of, fetches, came = published("llama"), noted_fetches(monkeypatch), []
+    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
+    remember_passes(of.loaded, [Pass(name.start, name.end, name.tokens * 0.01) for name in names])
+    sizes = [of.store.stat(block_key(of.loaded.identity.tag, name.address)).size for name in names]
+    link = SlowLink(of.store)
+    link.hold()
 
     def scripted(work, aim, progress):
         decided = decide(work, aim, progress)
@@ -324,7 +334,6 @@ def test_what_has_arrived_is_not_computed_for_a_link_that_died_since(published, 
         return Decision(Mode.BOTH, decided.expected, "scripted")
 
     monkeypatch.setattr(race, "TICK_SECONDS", 0.0)
-    monkeypatch.setattr(race, "PrefixFetch", Noted)
     monkeypatch.setattr(race, "decide", scripted)
     with of.client(link, mode="auto") as client:
         prepared = client.prepare(asked(of))
@@ -332,6 +341,51 @@ def test_what_has_arrived_is_not_computed_for_a_link_that_died_since(published, 
     # In one pass, or, where some of them may still be met, in one a block.
     assert (0, 2 * BLOCK) == (prepared.report.plan["passes"][0][0], prepared.report.plan["passes"][-1][1])
     assert 2 * BLOCK == prepared.report.tokens_computed
+
+
+def test_a_link_that_dies_early_ends_a_pass_for_one_over_all(published, monkeypatch):
+    """Be it sooner over by a little only: what is computed behind those blocks takes longer by itself."""
+    of, fetches, expected = published("llama"), noted_fetches(monkeypatch), []
+    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
+    remember_passes(of.loaded, [Pass(0, TOKENS, TOKENS * SLOW)], sort="prompts")
+    remember_passes(of.loaded, [Pass(name.start, name.end, 1.04 * name.tokens * SLOW) for name in names])
+    link = SlowLink(of.store, until=0, dies=True, known=LinkEstimate(0.001, of.result.stored_bytes / (TOKENS * SLOW), 8))
+    link.hold()
+
+    def dying(work, aim, progress):
+        decided = decide(work, aim, progress)
+        if progress.at_stake_s and not expected:  # at the first layer of the first pass
+            expected.append(decided.expected.computed_blocks)
+            link.let_through(of.result.stored_bytes)
+            until(lambda: fetches[0].error is not None)
+            return replace(decided, expected=replace(decided.expected, fetch=math.inf))
+        return decided
+
+    monkeypatch.setattr(race, "TICK_SECONDS", 0.0)
+    monkeypatch.setattr(race, "decide", dying)
+    with of.client(link, mode="auto") as client:
+        prepared = client.prepare(asked(of))
+    assert 0 < expected[0] < len(names)
+    assert [[0, TOKENS]] == prepared.report.plan["passes"]
+    assert TOKENS == assert_same_bits(of, prepared)
+
+
+@pytest.mark.parametrize(("tokens", "passes"), [(32, [64, 64, 64, 20]), (128, [128, 84]), (192, [212])])
+def test_what_a_dead_link_leaves_is_computed_in_passes_of_one_length(published, monkeypatch, tokens, passes):
+    """Behind a prefix, and no small rest is left for a pass of its own."""
+    monkeypatch.setattr(race, "_DEAD_LINK_TOKENS", tokens)
+    monkeypatch.setattr(Pace, "speeds", lambda self, now: self._before)
+    monkeypatch.setattr(fetch_module, "MAX_THREADS", 1)
+    of = published("llama")
+    names = PrefixNames.of(of.loaded.identity, Namespace.public(), of.token_ids).blocks
+    # Behind a prefix as fast as from the front: what is there is used.
+    remember_passes(of.loaded, [Pass(name.start, name.end, name.tokens * SLOW) for name in names])
+    size = of.store.stat(block_key(of.loaded.identity.tag, names[0].address)).size
+    link = SlowLink(of.store, until=size, dies=True, known=LinkEstimate(0.001, 1e9, 8))
+    with of.client(link, mode="auto") as client:
+        prepared = client.prepare(asked(of))
+    assert TOKENS == assert_same_bits(of, prepared)
+    assert passes == [end - start for start, end in prepared.report.plan["passes"]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -87,6 +87,16 @@ class Pace:
         anew = self._seconds_of(speeds, running.start, self._blocks[running.first + count - 1].end)
         return anew <= TURN * self._left(now, self._seconds_of(speeds, running.start, running.end), running)
 
+    def sooner_at_once(self, now: float, count: int) -> bool:
+        """Whether one pass over `count` blocks, begun now, would be over sooner than the running one and those behind it."""
+        running, speeds = self.running, self.speeds(now)
+        if running is None or speeds.blocks is None or running.first or count <= running.count:
+            return False
+        names = self._blocks[running.count : count]
+        behind = sum(speeds.blocks.seconds(one.start, one.end) for one in names)
+        left = self._left(now, self._seconds_of(speeds, running.start, running.end), running)
+        return self._seconds_of(speeds, running.start, names[-1].end) < left + behind
+
     def block_seconds(self, now: float, names: Sequence[BlockName]) -> list[float] | None:
         """What each of the blocks `names` adds to computing them all, less what is done of them; None while unknown."""
         speeds, running = self.speeds(now), self.running

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from kvcdn.client.loading.delivery import Delivery
 from kvcdn.client.loading.fetch import SLOW_BLOCK_SECONDS, TICK_SECONDS, PrefixFetch
 from kvcdn.client.loading.local import LocalPrefix
 from kvcdn.client.planning.history import History, Switch
@@ -35,8 +36,9 @@ _IN_FLIGHT = 2
 """Segments a thread may be waiting for when the link is judged by what has not come."""
 
 _DEAD_LINK_TOKENS = 1024
-"""Computed in one pass behind a prefix while nothing comes. Of SmolLM2-135M's 3,774 tokens, those from 1,024 on take 8 % less
-time so than in blocks of 512, and 18 % less than in one pass, in which each token is compared with all."""
+"""About as many are computed in one pass behind a prefix while nothing comes, and no small rest is left. Of SmolLM2-135M's
+3,774 tokens, those from 1,024 on take 8 % less time so than in blocks of 512, and 18 % less than in one pass, in which each
+token is compared with all."""
 
 
 class ReplannedError(KvcdnError):
@@ -253,18 +255,20 @@ class Race:
     def _blocks_at_once(self, fetch: PrefixFetch, first: int, expected: Expected) -> int:
         """One, but from the first token on all up to where fetching is expected to meet: libraries have a fast way for that.
 
-        Behind a prefix, up to _DEAD_LINK_TOKENS where nothing will come that could be met. Not together with what will not come
+        Behind a prefix, _DEAD_LINK_TOKENS or so where nothing will come that could be met. Not together with what will not come
         what may come meanwhile. While nothing is known of the link, all of them: what comes sooner ends it.
         """
         rest = fetch.deliveries[first:]
-        if first:
-            wanted = _DEAD_LINK_TOKENS // self._loaded.identity.layout.block_tokens if expected.fetch == math.inf else 1
+        if first and expected.fetch == math.inf:
+            tokens = sum(one.name.tokens for one in rest)
+            wanted = math.ceil(len(rest) / max(1, round(tokens / _DEAD_LINK_TOKENS)))
+        elif first:
+            wanted = 1
         elif expected.both is None:
             wanted = len(rest)
         else:
             wanted = expected.computed_blocks
-        alike = next((at for at, one in enumerate(rest) if one.complete or one.lost != rest[0].lost), len(rest))
-        return max(1, min(wanted, alike))
+        return max(1, min(wanted, _alike(rest)))
 
     def _at_layer(self, fetch: PrefixFetch, decoded: float, layer: int) -> None:
         """Between two layers of a pass, before which `fetch` had `decoded` so long: goes on, or raises PrefillStoppedError."""
@@ -278,8 +282,11 @@ class Race:
         now = time.perf_counter()
         if now - self._decided < TICK_SECONDS:
             return
-        if self._decide().mode is not Mode.BOTH:
+        decision = self._decide()
+        if decision.mode is not Mode.BOTH:
             raise PrefillStoppedError("the plan has changed")
+        if decision.expected.fetch == math.inf and self._pace.sooner_at_once(now, _alike(fetch.deliveries)):
+            raise PrefillStoppedError("nothing comes that could be met")
         ours = fetch.deliveries[running.first : running.first + running.count]
         missing = max((count for count, one in enumerate(ours, start=1) if not one.arrived), default=0)
         if 0 < missing < running.count and self._pace.sooner_over(now, missing):
@@ -358,3 +365,8 @@ class Race:
         history.fetching_s = fetch.seconds
         self._costs.remember(fetch)
         self._pace.remember()
+
+
+def _alike(blocks: Sequence[Delivery]) -> int:
+    """How many of `blocks` from the first on are all lost or all not, up to one that is there."""
+    return next((at for at, one in enumerate(blocks) if one.complete or one.lost != blocks[0].lost), len(blocks))
