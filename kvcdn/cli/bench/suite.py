@@ -40,7 +40,7 @@ BENCHES = (
     Bench(
         "crossover",
         "crossover",
-        ("--tokens", "2048", "--runs", "3", "--fetch-limit", "20", "--kill", "4"),
+        ("--tokens", "3774", "--runs", "3", "--fetch-limit", "20", "--kill", "10"),
         ("--tokens", "256", "--runs", "1", "--fetch-limit", "1", "--mbit", "5,50,500"),
     ),
     Bench("codec", "codec", ("--tokens", "1024", "--runs", "3"), ("--tokens", "128", "--runs", "1")),
