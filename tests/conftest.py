@@ -71,6 +71,16 @@ def store(document: Document) -> WatchedStore:
 
 
 @pytest.fixture
+def memory_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """By which edges of this process forget what they remember for seconds: it stands still unless the test moves it."""
+    from kvcdn.edge.memory import FadingMemory
+
+    now = [0.0]
+    monkeypatch.setattr(FadingMemory.__init__, "__defaults__", (lambda: now[0],))
+    return now
+
+
+@pytest.fixture
 def library(tmp_path: Path) -> Library:
     """An empty library in the folder that `run` works on."""
     from kvcdn.stores.folder import FolderStore

@@ -21,6 +21,7 @@ from kvcdn.accounting.recorder import Recorder
 from kvcdn.accounting.snapshot import RunId, Snapshot
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UsageError
 from support.usage import ENTRIES
+from support.waiting import PROCESS_SECONDS
 
 RUN = RunId(bytes(8))
 
@@ -132,7 +133,7 @@ def test_processes_share_a_ledger(tmp_path):
         "        recorder.add(Key(Part.CLIENT, 5, '', '', '', prompt, Outcome.REUSED), {'prompts': 1})\n"
     )
     children = [subprocess.Popen([sys.executable, "-c", program, path, str(number)]) for number in range(3)]
-    assert [0, 0, 0] == [child.wait(60) for child in children]
+    assert [0, 0, 0] == [child.wait(PROCESS_SECONDS) for child in children]
     found = everything(path)
     assert 600 == len({one.key.prompt for one in found.entries}) == total(one.counts for one in found.entries)["prompts"]
     assert () == found.head.runs
@@ -156,7 +157,7 @@ def test_a_killed_process_loses_what_it_had_not_written(tmp_path):
     child.send_signal(signal.SIGKILL)
     told += [int(line) for line in child.stdout.read().splitlines()]
     child.stdout.close()
-    child.wait(60)
+    child.wait(PROCESS_SECONDS)
     found = everything(path)
     numbers = sorted(int(one.key.prompt, 16) for one in found.entries)
     assert list(range(len(numbers))) == numbers

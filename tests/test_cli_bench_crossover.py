@@ -29,7 +29,7 @@ def test_a_row_for_each_link(found):
     for row in found["rows"]:
         for name in ("prefill_s", "fetch_s", "auto_s", "auto_first_s"):
             assert row[name] > 0
-        assert row["auto_over_best"] == pytest.approx(row["auto_s"] / min(row["prefill_s"], row["fetch_s"]), rel=0.01)
+        assert row["auto_over_best"] == pytest.approx(row["auto_s"] / min(row["prefill_s"], row["fetch_s"]), rel=0.05)
         assert set(row["decision"].split(">")) <= {"fetch", "compute", "both"}
         assert row["measured_mbit"] < 1.2 * row["mbit"]
 

@@ -13,6 +13,7 @@ import pytest
 from kvcdn.economics.pricebook import PriceBook
 from kvcdn.errors import UsageError
 from support.command import kvcdn
+from support.waiting import PROCESS_SECONDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,7 +42,11 @@ def economics(*arguments):
 def test_it_loads_nothing_heavy_and_stays_offline(arguments):
     """Neither its help nor a run imports torch, any other heavy library, or opens a connection."""
     done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, "economics", *arguments], capture_output=True, text=True, check=False, timeout=600
+        [sys.executable, "-c", OFFLINE, "economics", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PROCESS_SECONDS,
     )
     assert 0 == done.returncode, done.stderr
     loaded = set(done.stderr.split())

@@ -130,7 +130,9 @@ def test_a_published_request_with_tools_is_answered_and_explained(place):
     body = {"messages": [{"role": "system", "content": BASE}], "tools": tools}
     opening, where = place.write("opening.json", json.dumps(body)), ["--origin", place.folder / "tools"]
     published = place.run("publish", opening, "--model", place.model, *where, "--chat", "--json").json
-    ran = place.run("ask", opening, "Why?", "--model", place.model, *where, "--chat", "--max-tokens", "1", "--json")
+    ran = place.run(
+        "ask", opening, "Why?", "--model", place.model, *where, "--chat", "--mode", "fetch", "--max-tokens", "1", "--json"
+    )
     assert published["tokens"] == ran.json["report"]["tokens_reused"]
     turned = place.write("turned.json", json.dumps({**body, "tools": tools[::-1]}))
     for against in ([], ["--against", opening]):

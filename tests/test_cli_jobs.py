@@ -13,7 +13,7 @@ from support.waiting import WAIT_SECONDS
 
 
 def submit(service: str, **job: object) -> str:
-    answer = urllib3.request("POST", f"{service}/v1/jobs", json=job, timeout=60)
+    answer = urllib3.request("POST", f"{service}/v1/jobs", json=job, timeout=WAIT_SECONDS)
     assert answer.status == 202, answer.data
     return str(answer.json()["jobs"][0]["id"])
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcdn.cli.bench.shaper import BURST_SECONDS, Bucket, shaped_link
+from support.waiting import WAIT_SECONDS
 
 
 class Clock:
@@ -81,10 +82,10 @@ def test_a_link_passes_bytes_unchanged_both_ways_and_ends_with_its_server():
         threading.Thread(target=serve, args=(listener,)).start()
         with shaped_link(listener.getsockname()[1], 1000, 0.001) as link:
             where = ("127.0.0.1", int(link.url.rsplit(":", 1)[1]))
-            clients = [socket.create_connection(where, 10) for _ in sent]
+            clients = [socket.create_connection(where, WAIT_SECONDS) for _ in sent]
             for number, client in enumerate(clients):
                 client.sendall(bytes([number]))
             for number, client in enumerate(clients):
                 with client, client.makefile("rb") as stream:
                     assert bytes([number]) + sent[number] == stream.read()
-        assert link.process.wait(10) != 0
+        assert link.process.wait(WAIT_SECONDS) != 0

@@ -13,6 +13,7 @@ from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
 from support.library import Library, keys, small_model
+from support.waiting import PROCESS_SECONDS
 
 
 def test_upkeep_needs_no_torch(tmp_path):
@@ -21,7 +22,7 @@ def test_upkeep_needs_no_torch(tmp_path):
     names = [*(f"kvcdn.origin.upkeep.{name}" for name in modules), "kvcdn.cli.main", "kvcdn.stores.s3", "kvcdn.stores.folder"]
     program = f"import sys, importlib; [importlib.import_module(n) for n in {names!r}]; print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120, cwd=tmp_path
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS, cwd=tmp_path
     )
     loaded = {module.split(".")[0] for module in done.stdout.split()}
     assert set() == loaded & {"torch", "numpy", "blosc2", "transformers", "safetensors"}

@@ -403,11 +403,8 @@ def test_a_fetch_that_is_closed_does_not_wait_for_a_silent_edge(published, count
         source.close()
 
 
-def test_a_failed_fetch_does_not_wait_for_a_silent_edge(published, monkeypatch):
+def test_a_failed_fetch_does_not_wait_for_a_silent_edge(published):
     """One block is corrupt, the one before it silent: what was whole is kept, and the model prefills."""
-    from kvcdn.client.loading import fetch
-
-    monkeypatch.setattr(fetch, "SALVAGE_SILENCE_SECONDS", 0.2)
     identity = published.loaded.identity
     names = PrefixNames.of(identity, Namespace.public(), published.token_ids).blocks
     broken = tampered(published.store, block_key(identity.tag, names[2].address), -1)

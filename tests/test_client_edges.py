@@ -33,6 +33,7 @@ from support.web import running_web
 KEY = "v1/object"
 DATA = random.Random(3).randbytes(600_000)
 STALL = 0.2
+LONG_STALL = 1.0
 TAG, ADDRESS = ModelTag(bytes(16)), Digest(bytes(32))
 MATCHED = b'HTTP/1.1 200 OK\r\nContent-Length: 14\r\n\r\n{"matched": 1}'
 
@@ -47,6 +48,7 @@ def _short_pauses(monkeypatch):
 def many_tries(monkeypatch):
     """On a busy machine an answer may be late by itself, and then counts as one more failure."""
     monkeypatch.setattr(tries, "TRIES", 30)
+    monkeypatch.setattr(patience, "RETRIES_ALWAYS", 100)
 
 
 @pytest.fixture
@@ -75,9 +77,9 @@ def several(*links):
     return EdgesSource([link.url for link in links])
 
 
-def hasty(*links):
-    """Takes an edge for gone that is silent for a moment, as a busy one is now and then: which may need many tries."""
-    return EdgesSource([link.url for link in links], stall_seconds=STALL)
+def waiting(fault, *links):
+    """Waits for whoever is not silent, and for silence longer than a busy edge is silent."""
+    return EdgesSource([link.url for link in links], **({"stall_seconds": LONG_STALL} if "silent" in fault else {}))
 
 
 def near_and_far(source):
@@ -296,7 +298,7 @@ FAULTS = {
 @pytest.mark.parametrize("sick", [0, 1])
 def test_another_edge_takes_over(store, many_tries, fault, ranged, sick):
     """Before the first byte or in mid-body, whichever of the two it is that fails."""
-    with two_links(store) as links, contextlib.closing(hasty(*links)) as source:
+    with two_links(store) as links, contextlib.closing(waiting(fault, *links)) as source:
         if FAULTS[fault] is None:
             links[sick].refusing = True
         else:
@@ -314,7 +316,7 @@ def test_a_match_asks_the_next_edge(many_tries, fault):
         return True
 
     with scripted(answer) as server, faulty_link(server.port) as first, faulty_link(server.port) as second:
-        source = hasty(first, second)
+        source = waiting(fault, first, second)
         for link in (first, second):
             if FAULTS[fault] is None:
                 link.refusing = True

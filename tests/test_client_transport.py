@@ -30,6 +30,7 @@ from support.web import running_web
 KEY = "v1/object"
 DATA = random.Random(7).randbytes(900_000)
 STALL = 0.12
+LONG_STALL = 1.0
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +82,13 @@ def edge(url, **options):
 
 
 def hasty(url):
-    """Takes an edge for gone that is silent for a moment, as a busy one is now and then."""
+    """Takes an edge for gone that is silent for a moment, as a busy one is now and then: for what need not succeed."""
     return EdgeSource(url, stall_seconds=STALL)
+
+
+def waiting(url, fault):
+    """Waits for whoever is not silent, and for silence longer than a busy edge is silent."""
+    return EdgeSource(url, stall_seconds=LONG_STALL) if "silent" in fault else EdgeSource(url)
 
 
 # -- faults of a connection --------------------------------------------------------------------------------------------
@@ -112,7 +118,7 @@ ONCE = {
 @pytest.mark.parametrize("times", [1, 3])
 def test_what_fails_a_few_times_is_tried_again(store, many_tries, fault, ranged, times):
     """The bytes are the object's, whichever request failed and wherever it broke off."""
-    with running_web(store) as web, faulty_link(web.port) as link, contextlib.closing(hasty(link.url)) as source:
+    with running_web(store) as web, faulty_link(web.port) as link, contextlib.closing(waiting(link.url, fault)) as source:
         link.inject(ONCE[fault], times=times)
         assert DATA == read_all(source, ranged=ranged)
         assert 0 == link.pending
@@ -140,7 +146,7 @@ def test_a_broken_body_goes_on_where_it_broke_off(store):
         assert ("", True) == (first, 499_000 < start < 500_000)
 
 
-def test_a_connection_that_is_refused_at_first_is_tried_again(store, monkeypatch):
+def test_a_connection_that_is_refused_at_first_is_tried_again(store, many_tries, monkeypatch):
     """An edge that comes back while it restarts is not a miss."""
     monkeypatch.setattr(patience, "PAUSE_SECONDS", 0.05)
     with running_web(store) as web, faulty_link(web.port) as link, contextlib.closing(edge(link.url)) as source:

@@ -18,6 +18,7 @@ from kvcdn.codecs.compiled import Array, Loop, wait_until_compiled
 from kvcdn.codecs.grids import HEADER, SPREAD, spread
 from kvcdn.codecs.numbers import NATIVE_DTYPES, ROUNDERS, write_rounded
 from kvcdn.codecs.quant import Grid
+from support.waiting import PROCESS_SECONDS
 
 DTYPES = sorted(NATIVE_DTYPES)
 
@@ -201,5 +202,7 @@ def test_a_process_that_ends_while_it_compiles_ends_well() -> None:
     """At once where compiling has not begun, else when the loop at hand is ready."""
     asked = "from kvcdn.codecs import compiled, quant; [loop.native() for loop in quant.SPREAD.values()]"
     for program in (asked, f"{asked}; compiled._COMPILER._hurried = True; import numba"):
-        done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False, timeout=250)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False, timeout=PROCESS_SECONDS
+        )
         assert (0, "") == (done.returncode, done.stderr)

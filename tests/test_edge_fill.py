@@ -174,10 +174,9 @@ BEHIND_THE_ENVELOPE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_block_is_neither_served_nor_stored(
-    document: Document, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+    document: Document, tmp_path: Path, damage: str, memory_clock: list[float]
 ) -> None:
     """Wherever the damage lies: no wrong byte, no whole object, an empty disk, a count, and 502 in one line if not a cut."""
-    monkeypatch.setitem(REMEMBERED_SECONDS, Reason.CORRUPT, 1000.0)
     key, data = _first(document)
     store = WatchedStore(MemoryStore())
     store.create(key, [DAMAGE[damage](data)])
@@ -224,7 +223,7 @@ def test_another_object_under_a_name_is_refused(document: Document, tmp_path: Pa
         assert 0 == disk_bytes(tmp_path / "cache")
 
 
-def test_an_object_repaired_at_the_origin_is_found(document: Document, tmp_path: Path) -> None:
+def test_an_object_repaired_at_the_origin_is_found(document: Document, tmp_path: Path, memory_clock: list[float]) -> None:
     """The memory of a corrupt object is short."""
     key, data = _first(document)
     store = MemoryStore()
@@ -235,7 +234,8 @@ def test_an_object_repaired_at_the_origin_is_found(document: Document, tmp_path:
         assert 502 == ask(edge.url, f"/{key}").status
         store.delete(key)
         store.create(key, [data])
-        until(lambda: ask(edge.url, f"/{key}").status != 502)
+        assert 502 == ask(edge.url, f"/{key}").status
+        memory_clock[0] = REMEMBERED_SECONDS[Reason.CORRUPT]
         assert data == ask(edge.url, f"/{key}").body
 
 
@@ -259,10 +259,9 @@ def test_untrusted_publishers_are_refused_where_there_is_a_list(document: Docume
 
 
 def test_what_is_missing_is_remembered_briefly_and_found_once_published(
-    document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    document: Document, tmp_path: Path, memory_clock: list[float]
 ) -> None:
     """404 for some seconds without asking again, then the object."""
-    monkeypatch.setitem(REMEMBERED_SECONDS, Reason.NOT_FOUND, 5.0)
     store = WatchedStore(MemoryStore())
     key, data = _first(document)
     with edge_in_thread(store, tmp_path / "cache") as edge:
@@ -270,11 +269,12 @@ def test_what_is_missing_is_remembered_briefly_and_found_once_published(
         assert ([404] * 5, [key]) == (statuses, store.streams)
         assert "no-store" == ask(edge.url, f"/{key}").headers["Cache-Control"]
         store.create(key, [data])
-        until(lambda: ask(edge.url, f"/{key}").status != 404)
+        assert 404 == ask(edge.url, f"/{key}").status
+        memory_clock[0] = REMEMBERED_SECONDS[Reason.NOT_FOUND]
         assert data == ask(edge.url, f"/{key}").body
 
 
-def test_a_down_origin_does_not_take_the_cache_with_it(document: Document, tmp_path: Path) -> None:
+def test_a_down_origin_does_not_take_the_cache_with_it(document: Document, tmp_path: Path, memory_clock: list[float]) -> None:
     """Hits go on; misses are a 504 with a reason; once the origin is back so are they."""
     store = _published(document)
     (key, data), (other, _) = list(document.blocks.items())[:2]
@@ -286,7 +286,7 @@ def test_a_down_origin_does_not_take_the_cache_with_it(document: Document, tmp_p
         assert (504, "no-store", True) == (failed.status, failed.headers["Cache-Control"], b"out of reach" in failed.body)
         assert "origin-unavailable" in failed.headers["Cache-Status"]
         store.down = False
-        time.sleep(1.1)
+        memory_clock[0] = REMEMBERED_SECONDS[Reason.ORIGIN_UNAVAILABLE]
         assert 200 == ask(edge.url, f"/{other}").status
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvcdn.edge.http.body import MAX_BODY_BYTES
 from kvcdn.edge.reads.match import MAX_ADDRESSES, MatchRequest
+from kvcdn.edge.reads.presence import ABSENT_SECONDS
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.errors import CorruptError
 from kvcdn.store import BlobInfo
@@ -35,7 +36,7 @@ from support.edge_process import (
     running_edge,
     settle,
 )
-from support.waiting import WAIT_SECONDS, until
+from support.waiting import WAIT_SECONDS
 
 TAG = "0f" * 16
 
@@ -115,7 +116,7 @@ def test_a_chain_with_holes_is_matched_to_a_hole(tmp_path_factory: pytest.TempPa
         assert holes.isdisjoint(range(matched))
 
 
-def test_an_unpublished_chain_costs_the_origin_little(tmp_path: Path) -> None:
+def test_an_unpublished_chain_costs_the_origin_little(tmp_path: Path, memory_clock: list[float]) -> None:
     """4,096 addresses that do not exist are one round of questions, then none for two seconds."""
     store = CountedStats(0)
     addresses = [_address(number) for number in range(MAX_ADDRESSES)]
@@ -162,15 +163,15 @@ def test_a_cached_chain_is_answered_at_once_without_the_origin(document: Documen
         assert before == (origin_gets(edge.url), origin_stats(edge.url))
 
 
-def test_what_is_missing_is_found_once_published(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_found_once_published(document: Document, tmp_path: Path, memory_clock: list[float]) -> None:
     """A negative answer is remembered for a while, no longer."""
-    monkeypatch.setattr("kvcdn.edge.reads.presence.ABSENT_SECONDS", 5.0)
     store = WatchedStore(MemoryStore())
     with edge_in_thread(store, tmp_path / "cache") as edge:
         assert 0 == _matched(ask_match(edge.url, document.model.tag, document.addresses))[0]
         document.publish(store)
         assert 0 == _matched(ask_match(edge.url, document.model.tag, document.addresses))[0]
-        until(lambda: len(document.addresses) == _matched(ask_match(edge.url, document.model.tag, document.addresses))[0])
+        memory_clock[0] = ABSENT_SECONDS
+        assert len(document.addresses) == _matched(ask_match(edge.url, document.model.tag, document.addresses))[0]
 
 
 def test_with_the_origin_down_what_is_here_is_answered(document: Document, tmp_path: Path) -> None:

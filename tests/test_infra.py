@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from support.waiting import PROCESS_SECONDS
+
 ROOT = Path(__file__).parents[1]
 
 INFRA = ROOT / "infra"
@@ -32,7 +34,6 @@ IMAGES = sorted(INFRA.glob("*.Dockerfile"))
 
 ENVIRONMENTS = sorted(INFRA.glob("*.env.example"))
 
-STACK_SECONDS = 240.0
 
 EACH_UNIT = pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
 
@@ -332,7 +333,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_stack_answers_once(folder: Path, tiny_llama: Path) -> None:
     """Publisher, S3 server, edge and reader work together, and the document comes from the cache; nothing is left running."""
     process = stack("--once", "--dir", str(folder), "--model", str(tiny_llama))
-    _, log = process.communicate(timeout=STACK_SECONDS)
+    _, log = process.communicate(timeout=PROCESS_SECONDS)
     assert process.returncode == 0, log
     assert "tokens came from the cache, as they should" in log
     assert [] == processes_with(str(folder))
@@ -366,7 +367,7 @@ def test_stack_stays_until_told(folder: Path, tiny_llama: Path) -> None:
 def test_stack_fails_as_a_whole(tmp_path: Path) -> None:
     """Where one part fails, the others are ended, and the exit code and the last line say so."""
     process = stack("--once", "--dir", str(tmp_path), "--model", "no-such-model")
-    _, log = process.communicate(timeout=STACK_SECONDS)
+    _, log = process.communicate(timeout=PROCESS_SECONDS)
     assert process.returncode == 1
     assert "no model 'no-such-model'" in log
     assert "publish" in log.strip().splitlines()[-1]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import PROCESS_SECONDS
+
 ROOT = Path(__file__).parents[1]
 
 MODULE_LINES = 400
@@ -238,7 +240,9 @@ def test_edge_loads_nothing_heavy() -> None:
     names = [".".join(("kvcdn", *path.parts)) for path in paths]
     program = f"import sys, importlib; [importlib.import_module(n) for n in {names!r}]; print(*sys.modules)"
     # -P: what is installed is looked at, not ./kvcdn of the working directory, which lacks the edge.
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, timeout=PROCESS_SECONDS
+    )
     loaded = {module.split(".")[0] for module in done.stdout.split()}
     assert "kvcdn" in loaded
     assert set() == loaded & set(HEAVY)

@@ -25,6 +25,7 @@ from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.published import publish_text
 from support.tiny import TEXT
+from support.waiting import WAIT_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +245,7 @@ class Met(MemoryStore):
 
     def read(self, key, start=0, length=None):
         if self.meeting and "/blocks/" in key:
-            self.meeting.wait(60)
+            self.meeting.wait(WAIT_SECONDS)
         return super().read(key, start, length)
 
 

@@ -152,7 +152,7 @@ def test_actors_come_and_go(tmp_path, tiny_llama, monkeypatch) -> None:
         process.terminate()
         time.sleep(DRAIN_SECONDS)
         rig.gate.set()
-        assert 0 == process.wait(60)
+        assert 0 == process.wait(WAIT_SECONDS)
         assert (JobState.QUEUED, 0) == (queue.get(left).state, queue.get(left).attempts)
         until(lambda: not any(map(is_alive, below)))
         assert 0 == kvcdn("fsck", "--origin", str(tmp_path / "origin")).code

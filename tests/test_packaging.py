@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from support.waiting import PROCESS_SECONDS
+
 ROOT = Path(__file__).parents[1]
 
 SOURCES = ("kvcdn", "origin", "edge", "client")
@@ -46,7 +48,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, work / "source" / name)
     isolation = [] if find_spec("setuptools") is None else ["--no-build-isolation"]
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *isolation, "--wheel-dir", str(work), "."]
-    done = subprocess.run(command, cwd=work / "source", capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, cwd=work / "source", capture_output=True, text=True, check=False, timeout=PROCESS_SECONDS)
     assert done.returncode == 0, done.stderr
     (built,) = work.glob("*.whl")
     return built

@@ -14,7 +14,7 @@ from support.tiny import ROOT
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:
-    """The small real model; converted once a machine, into the user's own cache."""
+    """The small real model; converted once a run, into the run's own cache."""
     return resolve_checkpoint(PACKAGED_ALIAS).folder
 
 

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 60.0
-
-CALL_SECONDS = 60.0
-
-PAGE_SECONDS = 20.0
-"""What a page may take to show something: a busy machine's time, not the page's."""
+from support.waiting import WAIT_SECONDS, until
 
 ARGUMENTS = (
     "--headless",
@@ -58,11 +53,7 @@ class Browser:
 
     def wait(self, script: str, *args: Any) -> Any:
         """As `run`, again and again until it is true."""
-        deadline = time.monotonic() + PAGE_SECONDS
-        while not (found := self.run(script, *args)):
-            assert time.monotonic() < deadline, f"{script}: {self.run('return document.body.innerText')}"
-            time.sleep(0.05)
-        return found
+        return until(lambda: self.run(script, *args), lambda: f"{script}: {self.run('return document.body.innerText')}")
 
     def text(self, selector: str) -> str:
         """What the element shows."""
@@ -119,12 +110,12 @@ def running_browser(folder: Path) -> Iterator[Browser]:
                 browser.close()
         finally:
             driver.terminate()
-            driver.wait(START_SECONDS)
+            driver.wait(WAIT_SECONDS)
 
 
 def _port(driver: subprocess.Popen[bytes], log: Any) -> int:
     """Where chromedriver listens, from the line it says so in."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while True:
         log.seek(0)
         said = log.read().decode()
@@ -145,7 +136,7 @@ def _open(port: int, folder: Path) -> Browser:
 
 
 def _exchange(port: int, method: str, path: str, body: Any) -> Any:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_SECONDS)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_SECONDS)
     with contextlib.closing(connection):
         connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
         value = json.loads(connection.getresponse().read())["value"]

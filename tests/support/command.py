@@ -19,9 +19,7 @@ from typing import Any
 from unittest import mock
 
 from kvcdn.cli.main import run
-
-SECONDS = 240
-"""Longest run of a process: the real model on two slow cores."""
+from support.waiting import PROCESS_SECONDS
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,9 @@ def kvcdn(
 def _as_process(words: list[str], stdin: bytes, environment: Mapping[str, str]) -> Ran:
     program = str(Path(sys.executable).with_name("kvcdn"))
     variables = {**os.environ, **environment}
-    done = subprocess.run([program, *words], input=stdin, capture_output=True, timeout=SECONDS, env=variables, check=False)
+    done = subprocess.run(
+        [program, *words], input=stdin, capture_output=True, timeout=PROCESS_SECONDS, env=variables, check=False
+    )
     return Ran(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 

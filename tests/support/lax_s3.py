@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from support.waiting import WAIT_SECONDS
+
 
 @contextlib.contextmanager
 def lax_s3(*, skew_seconds: float = 0.0) -> Iterator[str]:
@@ -31,7 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
     objects: dict[str, tuple[bytes, float]]
     skew: float
     protocol_version = "HTTP/1.1"
-    timeout = 15
+    timeout = WAIT_SECONDS
 
     def log_message(self, *_: object) -> None:
         pass

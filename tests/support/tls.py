@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from support.faults import HOST, PIECE_BYTES
+from support.waiting import WAIT_SECONDS
 
 
 @dataclass
@@ -50,11 +51,11 @@ def tls_front(target_port: int, context: ssl.SSLContext) -> Iterator[Front]:
 
 def _front(front: Front, client: socket.socket, target_port: int, context: ssl.SSLContext) -> None:
     """One connection: a request, its answer, and so on, as HTTP has it; so one thread is enough."""
-    client.settimeout(30)
+    client.settimeout(WAIT_SECONDS)
     with client, contextlib.suppress(OSError):
         front.handshakes += 1
         secured = context.wrap_socket(client, server_side=True)
-        with secured, socket.create_connection((HOST, target_port), 30) as server:
+        with secured, socket.create_connection((HOST, target_port), WAIT_SECONDS) as server:
             answers = threading.Thread(target=_copy, args=(server, secured), daemon=True)
             answers.start()
             _copy(secured, server)

@@ -9,6 +9,9 @@ from typing import TypeVar
 WAIT_SECONDS = 120.0
 """Far more than anything here takes where nothing is wrong, on a machine that is ten times slower than it was yesterday."""
 
+PROCESS_SECONDS = 600.0
+"""As that, of a process of its own that may load torch and a model: who hangs is ended, and nobody else."""
+
 POLL_SECONDS = 0.01
 
 T = TypeVar("T")

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from kvcdn.errors import UsageError
 from kvcdn.store import BlobStore
+from support.waiting import WAIT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     web: Web
     protocol_version = "HTTP/1.1"
-    timeout = 15
+    timeout = WAIT_SECONDS
     wbufsize = -1  # headers and body in one packet: two would wait for each other (Nagle and delayed acknowledgement)
 
     def do_GET(self) -> None:
