@@ -294,7 +294,7 @@ def test_a_link_that_fails_once_is_no_miss(published, case):
     """What fails once is tried again, from where it broke off, and everything is reused."""
     with running_web(published.store) as web, faulty_link(web.port) as link:
         link.inject(FAULTS[case])
-        with published.client(EdgeSource(link.url, stall_seconds=1.0 if "stall" in case else 15.0)) as client:
+        with published.client(EdgeSource(link.url, stall_seconds=5.0 if "stall" in case else 15.0)) as client:
             report = client.prepare(client.question(published.text, QUESTION)).report
     assert 0 == link.pending
     assert (2500, None) == (report.tokens_reused, report.reason)

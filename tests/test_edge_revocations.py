@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 
 from kvcdn.digest import Digest
+from kvcdn.edge.fills.revocations import KeptLists
 from kvcdn.edge.serve import ServingEdge
 from kvcdn.revocation import MAX_REVOCATIONS_BYTES, RevocationList, revocation_key
-from kvcdn.signing import SigningKey
+from kvcdn.signing import PublicKey, SigningKey
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
@@ -210,6 +212,27 @@ def test_a_list_that_is_not_to_be_believed_changes_nothing(
     about_signer = [record for record in caplog.records if said in record.getMessage()]
     # While an origin is down there is one line for each who is asked about.
     assert len(about_signer) == (3 if trouble == "down" else 1)
+
+
+def test_an_edge_that_ends_while_it_writes_a_list_down_has_written_it(
+    document: Document, trust: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted already, and counts after a restart, though nobody has it any more."""
+    store, path = published(document), "/" + next(iter(document.blocks))
+    revoke(store, listed(document, "addresses"))
+    keep, go = KeptLists.keep, threading.Event()
+
+    def late(kept: KeptLists, signer: PublicKey, data: bytes) -> None:
+        assert go.wait(WAIT_SECONDS)
+        keep(kept, signer, data)
+
+    monkeypatch.setattr(KeptLists, "keep", late)
+    with edge_before(store, tmp_path, trust) as edge:
+        until(lambda: ask(edge.url, path).status == 410)
+        threading.Timer(0.3, go.set).start()
+    store.delete(revocation_key(SIGNER.public, 1))
+    with edge_before(store, tmp_path, trust) as edge:
+        assert 410 == ask(edge.url, path).status
 
 
 def test_nobody_is_asked_without_a_trust_list(document: Document, tmp_path: Path) -> None:

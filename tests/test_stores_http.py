@@ -239,11 +239,12 @@ def test_body_that_is_always_cut(link: FaultyLink, monkeypatch: pytest.MonkeyPat
 
 def test_stalled_body(link: FaultyLink, monkeypatch: pytest.MonkeyPatch):
     """A server that falls silent in mid-body is given up after the stall limit and taken up on a new connection."""
-    monkeypatch.setattr(http, "STALL_SECONDS", 1)
+    # Longer than a busy machine is silent by itself: the second connection is given up for no such reason.
+    monkeypatch.setattr(http, "STALL_SECONDS", 5)
     link.inject(Fault(when=b"GET /", pass_bytes=700_000, stall=True))
     began = time.monotonic()
     assert DATA == HttpStore(link.url).read("a")
-    assert 1 <= time.monotonic() - began
+    assert 5 <= time.monotonic() - began
     assert 2 == link.connections
 
 

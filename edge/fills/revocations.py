@@ -19,7 +19,7 @@ from kvcdn.edge.disk.staging import FOLDER_MODE, sync_folder
 from kvcdn.edge.fills.origins import Origin, Origins, close_pieces
 from kvcdn.edge.http.outcome import Refusal
 from kvcdn.edge.http.target import ObjectName
-from kvcdn.edge.threads import in_thread
+from kvcdn.edge.threads import begin_in_thread, in_thread
 from kvcdn.errors import CorruptError, KvcdnError, NotFoundError, UnavailableError, UntrustedError
 from kvcdn.revocation import (
     MAX_REVOCATIONS_BYTES,
@@ -33,6 +33,9 @@ from kvcdn.signing import PublicKey, TrustList
 
 ASK_SECONDS = 10.0
 """What an origin may take to send one list: of all that it sends, the smallest and most urgent."""
+
+KEEP_SECONDS = 10.0
+"""How long the end of an edge waits for a list to be written down: a disk may hang."""
 
 log = logging.getLogger("kvcdn.edge.fills.revocations")
 
@@ -183,7 +186,7 @@ class Watch:
                     raise CorruptError(f"{origin.url}: the list of {signer.text} is signed by another")
                 self._revoked.adopt(self._revoked.known.learn(found, trust, time.time()))
                 log.warning("adopted list %d of what %s revokes", found.version, signer.text)
-                await in_thread(self._kept.keep, signer, data)
+                await self._keep(signer, data)
         except (KvcdnError, OSError) as error:
             if trouble not in self._troubled:
                 log.warning("revocations stay as they are known: %s", error)
@@ -194,6 +197,14 @@ class Watch:
             self._troubled.add(trouble)
         else:
             self._troubled.discard(trouble)
+
+    async def _keep(self, signer: PublicKey, data: bytes) -> None:
+        """Keeps a list, also where the edge ends just now: it counts, and is to count after a restart. Raises OSError."""
+        keeping = begin_in_thread(self._kept.keep, signer, data)
+        try:
+            await asyncio.shield(keeping)
+        finally:
+            await asyncio.wait((keeping,), timeout=KEEP_SECONDS)
 
 
 def _newest(origin: Origin, signer: PublicKey, known: int) -> bytes | None:
