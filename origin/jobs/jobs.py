@@ -48,7 +48,7 @@ class JobRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    text: str | None = Field(default=None, min_length=1, description="The document.")
+    text: str | None = Field(default=None, description="The document.")
     url: str | None = Field(default=None, max_length=2048, description="Where the document is, http or https.")
     messages: list[dict[str, Any]] | None = Field(
         default=None, min_length=1, max_length=10_000, description="The opening messages of a chat, for the model's template."
@@ -77,6 +77,13 @@ class JobRequest(BaseModel):
     def _checked_window(cls, value: str | None) -> str | None:
         if value is not None:
             Window.parse(value)
+        return value
+
+    @field_validator("text")
+    @classmethod
+    def _checked_text(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("it is empty: there is nothing to publish")
         return value
 
     @field_validator("url")

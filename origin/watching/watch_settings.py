@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvcdn.errors import UsageError
 from kvcdn.origin.jobs.jobs import MAX_TTL_SECONDS, Window, checked_url
@@ -14,6 +14,9 @@ from kvcdn.producer import MAX_TEXT
 
 MIN_EVERY_SECONDS = 1.0
 """Between two looks: more often is a loop."""
+
+LOOKS_PER_TTL = 3
+"""A document is renewed at the first look after half of its time: the rest is for the job."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -70,7 +73,18 @@ class WatchSettings(BaseModel):
     window: Annotated[str, AfterValidator(_checked_window)] | None = Field(
         default=None, description="Hours of UTC in which its jobs may begin, such as 22:00-06:00."
     )
-    ttl: int | None = Field(default=None, ge=1, le=MAX_TTL_SECONDS, description="Seconds from publication to expiry.")
+    ttl: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TTL_SECONDS,
+        description="Seconds until a document expires that is not seen any more; while it is, it is renewed.",
+    )
+
+    @model_validator(mode="after")
+    def _outlives_looks(self) -> Self:
+        if self.ttl is not None and self.ttl < LOOKS_PER_TTL * self.every:
+            raise ValueError(f"ttl is at least {LOOKS_PER_TTL} times every: a document is renewed at a look")
+        return self
 
 
 def read_watch(value: Any) -> WatchSettings:
