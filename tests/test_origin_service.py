@@ -148,7 +148,7 @@ def test_hostile_jobs_are_refused_alone(tmp_path, kind) -> None:
     ],
 )
 def test_bodies_that_are_not_what_their_headers_say(tmp_path, headers, body) -> None:
-    """Damaged, larger unpacked than anything may be, of another encoding, binary, packed as nobody reads it, or blank: refused."""
+    """Damaged, larger unpacked than anything may be, in another encoding, binary, packed otherwise, or blank: refused."""
 
     async def steps(client, queue):
         answer = await client.post("/v1/jobs", data=body, headers={"Content-Type": "text/plain", **headers})

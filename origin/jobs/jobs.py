@@ -48,7 +48,7 @@ class JobRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    text: str | None = Field(default=None, description="The document.")
+    text: str | None = Field(default=None, min_length=1, description="The document.")
     url: str | None = Field(default=None, max_length=2048, description="Where the document is, http or https.")
     messages: list[dict[str, Any]] | None = Field(
         default=None, min_length=1, max_length=10_000, description="The opening messages of a chat, for the model's template."
