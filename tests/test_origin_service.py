@@ -27,7 +27,7 @@ from kvcdn.origin.watching.watched import WatchBook
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
-from support.origin_process import children, running_origin
+from support.origin_process import START_SECONDS, children, running_origin
 from support.tiny import TEXT
 from support.waiting import WAIT_SECONDS, until
 
@@ -333,6 +333,11 @@ def test_the_description_is_of_this_service(tmp_path) -> None:
     with_service(tmp_path, steps)
 
 
+def states_at(url: str) -> set[str]:
+    """The states of all jobs of the service at `url`."""
+    return {job["state"] for job in urllib3.request("GET", f"{url}/v1/jobs").json()["jobs"]}
+
+
 # -- a real one ---------------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +359,7 @@ def test_one_document_that_is_refused_stops_no_other(tmp_path, tiny_llama) -> No
         assert ["queued"] == [job["state"] for job in answer["jobs"]]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2 * START_SECONDS)
 def test_documents_are_published_through_kills(tmp_path, tiny_llama) -> None:
     """Service and worker die while jobs run; started again, each document is published once, and SIGTERM ends all in order."""
     documents = tmp_path / "documents"
@@ -365,7 +370,7 @@ def test_documents_are_published_through_kills(tmp_path, tiny_llama) -> None:
         ran = kvcdn("publish", documents, "--service", url, "--no-wait")
         assert 0 == ran.code, ran.err
         # Or they are done before that is seen, on a machine that is busy with something else.
-        until(lambda: '"queued"' not in (told := urllib3.request("GET", f"{url}/v1/jobs").data.decode()) or "running" in told)
+        until(lambda: JobState.RUNNING in (states := states_at(url)) or JobState.QUEUED not in states, seconds=START_SECONDS)
         (worker,) = children(process.pid)
         os.kill(worker, signal.SIGKILL)
         process.kill()

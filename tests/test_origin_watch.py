@@ -35,7 +35,7 @@ from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.command import kvcdn
-from support.origin_process import running_origin
+from support.origin_process import START_SECONDS, running_origin
 from support.tiny import TEXT
 from support.waiting import until
 
@@ -637,7 +637,7 @@ def test_settings(tmp_path) -> None:
             load_settings(None, {"models": ("m",), "watch": wrong})
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3 * START_SECONDS)
 def test_a_service_that_is_killed_publishes_each_change_once(tmp_path, tiny_llama, monkeypatch) -> None:
     """The real service: a document and a change, with kill -9 between; the old version goes, and /v1/watches tells."""
     folder, store = tmp_path / "documents", FolderStore(tmp_path / "origin")
@@ -647,7 +647,7 @@ def test_a_service_that_is_killed_publishes_each_change_once(tmp_path, tiny_llam
 
     def wait_for_one_but(before: set[str]) -> set[str]:
         """Until one document is published, not one of those before, and no version waits for anything."""
-        deadline = time.monotonic() + 500
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             found = {str(listed.manifest.address) for listed in list_published(store) if listed.manifest}
             watches = urllib3.request("GET", f"{url}/v1/watches").json()["watches"]
