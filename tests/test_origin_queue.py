@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
+from kvcdn.keys import LOSSY, PRECISION_NATIVE
 from kvcdn.origin.jobs.jobs import DAY_SECONDS, Job, JobState, Window, read_request
 from kvcdn.origin.jobs.queue import MAX_DEATHS, MAX_FAILURES, JobQueue
 from kvcdn.origin.jobs.queue_errors import ClaimLostError, QueueFullError
@@ -70,6 +71,12 @@ def test_other_jobs_are_refused(value) -> None:
     with pytest.raises(UsageError) as caught:
         read_request(value)
     assert "passwd" not in str(caught.value)
+
+
+@pytest.mark.parametrize("precision", [PRECISION_NATIVE, *LOSSY])
+def test_every_precision_may_be_asked_for(precision) -> None:
+    """By jobs, as by `kvcdn publish`."""
+    assert precision == read_request({"text": "a", "precision": precision}).precision
 
 
 @given(st.integers(0, 1439), st.integers(0, 1439), st.integers(0, 4 * 10**9))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvcdn.errors import UsageError
 from kvcdn.origin.jobs.jobs import MAX_TTL_SECONDS, Window, checked_url
+from kvcdn.origin.publishing.settings import Precision
 from kvcdn.producer import MAX_TEXT
 
 MIN_EVERY_SECONDS = 1.0
@@ -67,7 +68,7 @@ class WatchSettings(BaseModel):
     remove: bool = Field(default=True, description="Remove old versions after the grace period; or leave them to their ttl.")
     model: str | None = Field(default=None, max_length=512, description="One of the service's models; without it, the first.")
     namespace: str | None = Field(default=None, min_length=1, max_length=64, description="Private namespace; else public.")
-    precision: Literal["native", "int8", "int4"] = Field(default="native", description="How KV is kept.")
+    precision: Precision = Field(default="native", description="How KV is kept.")
     label: str = Field(default="", max_length=MAX_TEXT, description="Public words that the manifests carry.")
     priority: int = Field(default=3, ge=0, le=9, description="Of its jobs.")
     window: Annotated[str, AfterValidator(_checked_window)] | None = Field(
