@@ -36,6 +36,10 @@ class BlockEntry:
     etag: Digest
 
 
+SPARE_SHARE = 0.9
+"""Of the time that a document is to last: one that lasts so long is not made anew for the rest."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A manifest's contents. `publisher` is set by reading; a writer signs with its own key. Lossy ones have a certificate."""
@@ -67,6 +71,15 @@ class Manifest:
     def raw_bytes(self) -> int:
         """Bytes of the KV in memory."""
         return self.layout.raw_bytes(self.tokens)
+
+    def lasts(self, until: int | None, now: float) -> bool:
+        """Whether the document lasts, seen from `now`, about as long as one that expires at `until` (Unix time; None: never).
+
+        A tenth less does: a publication that is taken up again, or somebody else's, has the same wish a little later.
+        """
+        if self.expires is None or until is None:
+            return self.expires is None
+        return self.expires - now >= SPARE_SHARE * (until - now)
 
     def seal(self, key: SigningKey) -> bytes:
         """The signed object. Raises ValueError where it would exceed the header limit."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import time
 
+import pytest
 import urllib3
 
+from kvcdn.origin.jobs.queue import JobQueue
 from support.command import kvcdn
-from support.origin_process import running_origin
-from support.waiting import WAIT_SECONDS
+from support.origin_process import START_SECONDS, running_origin
+from support.waiting import until
 
 
 def submit(service: str, **job: object) -> str:
@@ -45,15 +47,31 @@ def test_jobs_are_listed_by_pages_shown_and_cancelled(tmp_path, tiny_llama) -> N
         assert 2 == kvcdn("jobs", "retry", names[1], "--service", url).code
 
 
+@pytest.mark.timeout(2 * START_SECONDS)
 def test_a_dead_job_is_told_and_tried_again(tmp_path, tiny_llama) -> None:
     """A document with nothing in it is dead at once, with its reason."""
     with running_origin(tmp_path, tiny_llama) as (url, _):
         name = submit(url, url=f"{url}/healthz")  # an internal address, which no job may read
-        deadline = time.monotonic() + WAIT_SECONDS
-        while (job := asked("show", name, "--service", url))["state"] != "dead":
-            assert time.monotonic() < deadline, job
-            time.sleep(0.2)
+        show = lambda: asked("show", name, "--service", url)  # noqa: E731
+        until(lambda: show()["state"] == "dead", show, seconds=START_SECONDS)
+        job = show()
         assert job["reason"]
         shown = kvcdn("jobs", "ls", "--state", "dead", "--service", url)
         assert str(job["reason"])[:30] in shown.out
         assert asked("retry", name, "--service", url)["state"] in ("queued", "running")
+
+
+def test_all_dead_jobs_are_tried_again(tmp_path, tiny_llama) -> None:
+    """By one command, and no others; a name and all of them is not said at once."""
+    with running_origin(tmp_path, tiny_llama, workers="0") as (url, _):
+        names = [submit(url, text=f"Text {number}") for number in range(4)]
+        with contextlib.closing(JobQueue(tmp_path / "queue")) as queue:
+            for _ in range(3):
+                queue.fail(queue.claim(), "no such model", for_good=True)
+        asked("cancel", names[3], "--service", url)
+        assert 3 == asked("retry", "--dead", "--service", url)["retried"]
+        states = {job["id"]: job["state"] for job in asked("ls", "--service", url)["jobs"]}
+        assert {**dict.fromkeys(names[:3], "queued"), names[3]: "cancelled"} == states
+        assert "0 jobs" in kvcdn("jobs", "retry", "--dead", "--service", url).out
+        for words in (["retry"], ["retry", names[0], "--dead"]):
+            assert 2 == kvcdn("jobs", *words, "--service", url).code

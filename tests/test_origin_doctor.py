@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 
 import pytest
 
 from kvcdn.errors import UnavailableError, UsageError
-from kvcdn.origin.upkeep.doctor import PROBE_PREFIX, Role, Status, examine
+from kvcdn.origin.upkeep.doctor import PROBE_PREFIX, RACE_SUFFIX, RACERS, Role, Status, examine
 from kvcdn.origin.upkeep.policy import lifecycle, policy
 from kvcdn.store import BlobInfo
 from kvcdn.stores.http import HttpStore
@@ -17,6 +18,7 @@ from kvcdn.stores.s3 import S3Store
 from support.lax_s3 import lax_s3
 from support.library import Library, Watched, keys
 from support.life import KINDS, new_store
+from support.waiting import WAIT_SECONDS
 from support.web import running_web
 
 EVERYTHING = [
@@ -24,6 +26,7 @@ EVERYTHING = [
     "list",
     "write",
     "create only where nothing is",
+    "create only once",
     "read",
     "read a range",
     "list what was written",
@@ -151,8 +154,34 @@ def test_a_publisher_that_may_not_delete_is_as_it_should_be():
     odd = Odd("delete")
     trials = examine(odd, Role.PUBLISHER)
     assert [] == by_status(trials, Status.FAILED)
-    (probe,) = keys(odd.inner, PROBE_PREFIX)
+    probe, race = keys(odd.inner, PROBE_PREFIX)
     assert (Status.SKIPPED, True) == (trials[-1].status, probe in trials[-1].detail)
+    assert probe + RACE_SUFFIX == race
+
+
+class LooksAndWrites(MemoryStore):
+    """A server whose condition holds only where nobody writes at the same time, as that of
+    https://github.com/seaweedfs/seaweedfs/issues/8800."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all_have_looked = threading.Barrier(RACERS)
+
+    def create_unseen(self, key, pieces):
+        if self.stat(key) is not None:
+            return False
+        if key.endswith(RACE_SUFFIX):
+            self._all_have_looked.wait(WAIT_SECONDS)
+        self.create(key, pieces)
+        return True
+
+
+def test_a_server_whose_condition_is_no_lock():
+    """It refuses a second writer that comes later, and tells all who come at once that they are first."""
+    store = LooksAndWrites()
+    trials = examine(store)
+    assert ["create only once"] == by_status(trials, Status.FAILED)
+    assert [] == keys(store)
 
 
 def test_an_interrupted_examination_removes_its_probe():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -19,7 +20,12 @@ from kvcdn.model.tokens import encode_text
 from kvcdn.origin.publishing.estimate import estimate_publish
 from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.origin.publishing.run import Run
+from kvcdn.origin.upkeep.catalog import list_published
+from kvcdn.origin.upkeep.check import check_origin
+from kvcdn.origin.upkeep.collect import collect_garbage
+from kvcdn.origin.upkeep.journal_check import Shelf, check_journal
 from kvcdn.origin.upkeep.lease import read_lease
+from kvcdn.origin.upkeep.references import References
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
@@ -185,6 +191,79 @@ def test_blocks_lost_under_a_manifest_are_made_again(loaded, token_ids, lost):
     blocks = [block_key(loaded.identity.tag, block.address) for block in manifest.blocks]
     assert [len(store.read(block)) for block in blocks] == [block.size for block in manifest.blocks]
     assert "exists" == Publisher(loaded, store, key).publish(token_ids).status
+
+
+@pytest.mark.parametrize(
+    ("existing", "wanted", "renewed"),
+    [
+        (-10, None, True),
+        (-10, 100, True),
+        (50, 100, True),
+        (95, 100, False),
+        (200, 100, False),
+        (100, None, True),
+        (None, 100, False),
+        (None, None, False),
+    ],
+)
+def test_a_document_lasts_as_long_as_who_published_it_last_wants(loaded, token_ids, existing, wanted, renewed):
+    """One that has expired, or will too soon, has its manifest made anew, of the same blocks; a tenth less is near enough."""
+    store, key = MemoryStore(), SigningKey.generate()
+    publisher = Publisher(loaded, store, key)
+    hour, now = 3600, int(time.time())
+    first = publisher.publish(token_ids[:600], label="a", expires=existing and now + hour * existing)
+    before = everything(store)
+    result = publisher.publish(token_ids[:600], expires=wanted and now + hour * wanted)
+    assert ("renewed" if renewed else "exists", first.address, 0) == (result.status, result.address, result.blocks_uploaded)
+    changed = {name for name, data in everything(store).items() if before.get(name) != data}
+    manifest_name = next(name for name in before if "/manifests/" in name)
+    assert ({manifest_name, journal_key(2)} if renewed else set()) == changed
+    manifest = open_manifest(store.read(manifest_name), "manifest")
+    lasts = wanted if renewed else existing
+    assert (lasts and now + hour * lasts, "a") == (manifest.expires, manifest.label)
+    assert [] == check_origin(store).problems
+    shelf = Shelf()
+    assert [] == check_journal(store, TrustList({key.public: "me"}), follow=shelf.follow).findings
+    compared = shelf.compare(store, time.time())
+    assert ([], []) == (compared.unrecorded, compared.returned)
+
+
+class DeletesNothing(MemoryStore):
+    """As a bucket whose publishers may delete leases only."""
+
+    def delete(self, key):
+        if "/manifests/" in key:
+            raise UnavailableError(f"deleting {key}: the server answered 403 AccessDenied")
+        super().delete(key)
+
+
+def test_who_may_not_delete_leaves_a_document_while_it_lasts(loaded, token_ids):
+    """Once it has expired, that is told: gc would take away what was said to be there."""
+    store = DeletesNothing()
+    publisher = Publisher(loaded, store, SigningKey.generate())
+    publisher.publish(token_ids[:600], expires=int(time.time()) + 1000)
+    publisher.publish(token_ids[:700], expires=int(time.time()) - 10)
+    assert "exists" == publisher.publish(token_ids[:600]).status
+    with pytest.raises(UnavailableError, match="403"):
+        publisher.publish(token_ids[:700])
+    assert [] == check_origin(store).problems
+
+
+def test_a_document_that_expired_is_published_again_beside_gc(loaded, token_ids, monkeypatch):
+    """gc that has seen the old manifest does not take the new one, nor one that a publisher is about to make anew."""
+    store, key = MemoryStore(), SigningKey.generate()
+    publisher = Publisher(loaded, store, key)
+    publisher.publish(token_ids[:600], expires=int(time.time()) - 10)
+    read = References.read
+
+    def read_and_wait(references, **options):
+        read(references, **options)
+        assert "renewed" == publisher.publish(token_ids[:600], expires=int(time.time()) + 1000).status
+
+    monkeypatch.setattr(References, "read", read_and_wait)
+    collected = collect_garbage(store)
+    assert (0, 0) == (collected.documents_expired, collected.blocks_removed)
+    assert (1, []) == (len(list(list_published(store))), check_origin(store).problems)
 
 
 def test_a_longer_document_shares_the_blocks_of_its_beginning(loaded, token_ids):

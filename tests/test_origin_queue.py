@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcdn.errors import CorruptError, NotFoundError, UnavailableError, UsageError
+from kvcdn.keys import LOSSY, PRECISION_NATIVE
 from kvcdn.origin.jobs.jobs import DAY_SECONDS, Job, JobState, Window, read_request
-from kvcdn.origin.jobs.queue import MAX_DEATHS, MAX_FAILURES, ClaimLostError, JobQueue, QueueFullError
+from kvcdn.origin.jobs.queue import MAX_DEATHS, MAX_FAILURES, JobQueue
+from kvcdn.origin.jobs.queue_errors import ClaimLostError, QueueFullError
 
 
 class Clock:
@@ -69,6 +71,12 @@ def test_other_jobs_are_refused(value) -> None:
     with pytest.raises(UsageError) as caught:
         read_request(value)
     assert "passwd" not in str(caught.value)
+
+
+@pytest.mark.parametrize("precision", [PRECISION_NATIVE, *LOSSY])
+def test_every_precision_may_be_asked_for(precision) -> None:
+    """By jobs, as by `kvcdn publish`."""
+    assert precision == read_request({"text": "a", "precision": precision}).precision
 
 
 @given(st.integers(0, 1439), st.integers(0, 1439), st.integers(0, 4 * 10**9))
@@ -270,3 +278,90 @@ def test_nothing_that_was_told_is_lost_by_kill(tmp_path) -> None:
     assert finished
     assert {JobState.PUBLISHED} == {found[name] for name in finished}
     queue.close()
+
+
+def test_a_batch_is_accepted_whole_or_not_at_all(queue) -> None:
+    """Whoever is told to come again with all of it would submit the first part twice. Others' batches are not concerned."""
+    jobs = [read_request({"text": f"{number}", "idempotency_key": str(number)}) for number in range(5)]
+    other = [read_request({"text": "b"})]
+    many, few, theirs = queue.accept_together([("a", jobs), ("a", jobs[:4]), ("b", other)])
+    assert (QueueFullError, 4, 1) == (type(many), len(few), len(theirs))
+    assert {"queued": 5} == queue.counts()
+    clash = [jobs[0], read_request({"text": "x", "idempotency_key": "1"})]
+    (again, refused, last) = queue.accept_together([("a", jobs[:2]), ("a", clash), ("b", other)])
+    assert [job.id for job in few[:2]] == [job.id for job in again]
+    assert (UsageError, 1) == (type(refused), len(last))
+    assert {"queued": 6} == queue.counts()
+
+
+def test_a_window_that_closes_holds_nobody_up(tmp_path, clock) -> None:
+    """A night's rest waits for the next night in one step, however much it is; what is urgent is claimed beside it."""
+    clock.now = clock.now // DAY_SECONDS * DAY_SECONDS + 23 * 3600
+    queue = JobQueue(tmp_path / "queue", clock=clock)
+    night = [("a", read_request({"text": "x", "window": "22:00-06:00", "priority": 9}))] * 50
+    jobs = queue.accept(night)
+    queue.release(queue.claim())
+    clock.now += 8 * 3600
+    urgent = submit(queue)
+    written: list[str] = []
+    queue._base.set_trace_callback(written.append)
+    assert urgent.id == queue.claim().id
+    assert 1 == sum("SET not_before" in statement for statement in written)
+    assert {clock.now // DAY_SECONDS * DAY_SECONDS + 22 * 3600} == {queue.get(job.id).not_before for job in jobs}
+    clock.now += 16 * 3600
+    assert jobs[0].id == queue.claim().id
+    queue.close()
+
+
+def test_jobs_that_wait_are_not_read_to_find_one_that_may_begin(queue) -> None:
+    """The index tells: a hundred thousand of them cost each look at the queue next to nothing."""
+    asked = "SELECT id FROM jobs WHERE state = 'queued' AND not_before <= 0 ORDER BY priority DESC, number LIMIT 1"
+    plan = [row[-1] for row in queue._base.execute(f"EXPLAIN QUERY PLAN {asked}")]
+    assert ["SEARCH jobs USING INDEX jobs_due (state=?)"] == plan
+    program = [row[1] for row in queue._base.execute(f"EXPLAIN {asked}")]
+    assert program.index("DeferredSeek") < program.index("Gt")  # a row is read once its time has come
+
+
+def test_a_page_behind_a_job_that_is_forgotten(queue, clock) -> None:
+    """It is said to be unknown: a list that began anew would show everything twice."""
+    first = submit(queue)
+    submit(queue)
+    queue.cancel(first.id)
+    queue.forget(clock.now + 1)
+    with pytest.raises(NotFoundError, match="go on behind"):
+        queue.list(after=first.id)
+
+
+@pytest.mark.parametrize("end", ["fails", "fails for good", "stops", "dies", "publishes"])
+def test_cancelled_while_it_runs(queue, clock, end) -> None:
+    """However the attempt ends, unless it has published, the job is cancelled: not queued again, and not among the dead.
+
+    As in https://github.com/celery/celery/issues/6793, where a task that was revoked came back as one to be tried again.
+    """
+    job = submit(queue)
+    claimed = queue.claim()
+    queue.cancel(job.id)
+    match end:
+        case "fails":
+            queue.fail(claimed, "no link", for_good=False)
+        case "fails for good":
+            queue.fail(claimed, "no model", for_good=True)
+        case "stops":
+            queue.release(claimed)
+        case "publishes":
+            queue.finish(claimed, {"n": 1})
+        case "dies":
+            clock.now += 31
+            assert queue.claim() is None
+    found = queue.get(job.id)
+    ended = (JobState.PUBLISHED, "") if end == "publishes" else (JobState.CANCELLED, "cancelled")
+    assert ended == (found.state, found.reason)
+
+
+def test_a_quarter_of_an_hour_without_an_origin_kills_no_job(queue, clock) -> None:
+    """The pauses of a job that fails for now add up to more than a quarter of an hour before it is dead."""
+    job, began = submit(queue), clock.now
+    while queue.get(job.id).state is JobState.QUEUED:
+        clock.now = max(clock.now, queue.get(job.id).not_before)
+        queue.fail(queue.claim(), "no link", for_good=False)
+    assert clock.now - began > 900

@@ -6,7 +6,8 @@ import pytest
 
 from kvcdn.access.allowance import DAY_SECONDS
 from kvcdn.origin.jobs.jobs import Job, JobRequest
-from kvcdn.origin.jobs.queue import JobQueue, QueueFullError
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.jobs.queue_errors import QueueFullError
 from kvcdn.origin.jobs.quotas import Quotas
 
 NOON = 20_000 * DAY_SECONDS + DAY_SECONDS / 2

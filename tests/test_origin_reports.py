@@ -1,19 +1,24 @@
 """Faults that users of other S3 clients and job queues have reported in public, replayed: a listing that ends in the middle,
 odd keys, credentials that are renewed, bytes damaged on the way, completions answered twice, refusals without a reason,
-whoever stands between and says yes or shows a page, a queue's file that another process holds. Others stand beside what they
+whoever stands between and says yes or shows a page, conditions that hold for one writer at a time, a lost reply to a
+conditional write, a source that goes while it is copied, jobs that wait longer than a claim lasts, and a queue's file that
+another process holds. Others stand beside what they
 concern: a machine that slept (test_origin_lease.py), lines within JSON and half surrogate pairs (test_origin_service.py), a
-server that sends a byte now and then (test_origin_fetching.py)."""
+server that sends a byte now and then (test_origin_fetching.py), readers of events that come again for ever
+(test_origin_service.py), jobs that are cancelled while they fail (test_origin_queue.py)."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sqlite3
 import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,14 +26,20 @@ import pytest
 
 from kvcdn.errors import UnavailableError
 from kvcdn.keys import block_key
-from kvcdn.origin.jobs.jobs import JobRequest
+from kvcdn.manifest import Manifest
+from kvcdn.origin.jobs.jobs import Job, JobRequest
 from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.upkeep import copy
+from kvcdn.origin.upkeep.check import check_origin
 from kvcdn.origin.upkeep.collect import collect_garbage
+from kvcdn.store import BlobStore
 from kvcdn.stores import open_store, s3
+from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.s3 import S3Store
 from support.faults import Fault, FaultyLink, faulty_link
-from support.library import Library
+from support.library import Library, keys
 from support.seaweed import Keys, S3Server
+from support.waiting import WAIT_SECONDS
 
 SLOW_DOWN = b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -344,3 +355,80 @@ def test_a_range_that_somebody_between_does_not_know(store: S3Store, link: Fault
     link.inject(Fault(when=b"GET ", answer=whole), times=1)
     with contextlib.suppress(UnavailableError):
         assert b"345" == store.read("v1/a", 3, 3)
+
+
+def test_of_many_writers_at_once_one_is_first(store: S3Store):
+    """As in https://github.com/seaweedfs/seaweedfs/issues/8800, where all were; on the server that these tests run."""
+    for turn in range(5):
+        key, writers = f"v1/{turn}", range(8)
+        together = threading.Barrier(len(writers))
+
+        def write(number: int, key: str = key, together: threading.Barrier = together) -> bool:
+            together.wait(WAIT_SECONDS)
+            return store.create_unseen(key, [b"%d" % number])
+
+        with ThreadPoolExecutor(len(writers)) as pool:
+            first = [number for number, won in enumerate(pool.map(write, writers)) if won]
+        assert [int(store.read(key))] == first
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_conditional_write_whose_reply_is_lost(store: S3Store, link: FaultyLink, ours: bool):
+    """The retry is told that there is an object: ours, which is success, or another's, which is not.
+
+    As in https://github.com/aws/aws-sdk-java-v2/issues/6580.
+    """
+    if not ours:
+        store.create("v1/a", [b"theirs"])
+    link.inject(Fault(when=b"PUT ", pass_bytes=0))
+    assert ours is store.create_unseen("v1/a", [b"ours"])
+    assert (0, b"ours" if ours else b"theirs") == (link.pending, store.read("v1/a"))
+
+
+def test_a_source_that_goes_while_it_is_copied(store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No document is at the target in part: not one whose block goes, nor one whose block is cut short.
+
+    As in https://github.com/rclone/rclone/issues/7449, where an object was made of what had been read until then.
+    """
+    source = Library(FolderStore(tmp_path / "source"))
+    source.publish((1, 2, 3), (4, 5), (6,))
+    read_block = copy.read_block
+
+    def read_and_lose(origin: BlobStore, key: str, manifest: Manifest, index: int) -> bytes:
+        for whole, spec in ((False, (1, 2, 3)), (True, (4, 5))):
+            if key == source.block_keys(spec)[1]:
+                path = tmp_path / "source" / key
+                path.unlink() if whole else os.truncate(path, path.stat().st_size // 2)
+        return read_block(origin, key, manifest, index)
+
+    monkeypatch.setattr(copy, "read_block", read_and_lose)
+    copied = copy.copy_documents(source.store, store)
+    assert (1, 2) == (copied.documents, len(copied.damaged))
+    assert [source.manifest_key((6,))] == [key for key in keys(store) if "/manifests/" in key]
+    assert [] == check_origin(store).problems
+
+
+def test_a_job_that_waits_longer_than_a_claim_lasts(tmp_path: Path):
+    """It is begun once, when its time has come, however many workers ask meanwhile; a cancelled one never.
+
+    As in https://github.com/celery/celery/issues/2599, where each time-out put it into the queue once more, and
+    https://github.com/rq/rq/issues/1669, where it ran although it was cancelled.
+    """
+    now = 1_800_000_000.0
+    queue = JobQueue(tmp_path / "queue", lease_seconds=30, clock=lambda: now)
+    kept, cancelled = queue.accept([("acme", JobRequest(text=text, not_before=now + 3600)) for text in ("one", "two")])
+    assert isinstance(kept, Job)
+    assert isinstance(cancelled, Job)
+    queue.cancel(cancelled.id)
+    for _ in range(100):
+        assert queue.claim() is None
+        now += 35
+    now = 1_800_000_000.0 + 3600
+    claimed = queue.claim()
+    assert claimed is not None
+    assert (kept.id, 1) == (claimed.id, claimed.attempts)
+    queue.finish(claimed, {})
+    now += 7200
+    assert queue.claim() is None
+    assert {"published": 1, "cancelled": 1} == queue.counts()
+    queue.close()

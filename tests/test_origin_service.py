@@ -27,7 +27,7 @@ from kvcdn.origin.watching.watched import WatchBook
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
 from support.command import kvcdn
-from support.origin_process import children, running_origin
+from support.origin_process import START_SECONDS, children, running_origin
 from support.tiny import TEXT
 from support.waiting import WAIT_SECONDS, until
 
@@ -139,10 +139,16 @@ def test_hostile_jobs_are_refused_alone(tmp_path, kind) -> None:
         ({"Content-Encoding": "gzip"}, gzip.compress(bytes(10_000_000))),
         ({"Content-Type": "text/plain; charset=utf-16"}, "text".encode("utf-16")),
         ({"Content-Type": "text/plain; charset=nonsense"}, b"text"),
+        ({"Content-Encoding": "rot13"}, b"text"),
+        ({"Content-Encoding": "gzip, gzip"}, gzip.compress(gzip.compress(b"text"))),
+        ({}, "text".encode("utf-16")),
+        ({}, b"a\0b"),
+        ({}, b"\xef\xbb\xbf \r\n\t"),
+        ({"Content-Type": "application/json"}, b'{"text": " \\n\\u3000"}'),
     ],
 )
 def test_bodies_that_are_not_what_their_headers_say(tmp_path, headers, body) -> None:
-    """Damaged, larger unpacked than anything may be, or of another encoding: refused."""
+    """Damaged, larger unpacked than anything may be, in another encoding, binary, packed otherwise, or blank: refused."""
 
     async def steps(client, queue):
         answer = await client.post("/v1/jobs", data=body, headers={"Content-Type": "text/plain", **headers})
@@ -197,17 +203,57 @@ def test_jobs_are_shown_cancelled_and_followed(tmp_path) -> None:
         assert 404 == (await client.get("/v1/jobs/nonsense")).status
         assert 405 == (await client.put("/v1/jobs")).status
         events = await client.get(f"/v1/jobs/{jobs[0]['id']}/events")
-        assert b"event: queued" == (await events.content.readuntil(b"\n\n")).splitlines()[0]
+        assert [b"retry: 2000", b"event: queued"] == (await events.content.readuntil(b"\n\n")).splitlines()[:2]
         claimed = queue.claim()
         assert claimed.id == jobs[0]["id"]
         queue.fail(claimed, "no such page", for_good=True)
         told = (await events.text()).strip().split("\n\n")
         assert "event: dead" == told[-1].splitlines()[0]
-        assert "no such page" == json.loads(told[-1].splitlines()[1].removeprefix("data: "))["reason"]
+        assert "no such page" == json.loads(told[-1].splitlines()[2].removeprefix("data: "))["reason"]
         assert "queued" == (await (await client.post(f"/v1/jobs/{jobs[0]['id']}/retry")).json())["state"]
         assert "cancelled" == (await (await client.delete(f"/v1/jobs/{jobs[1]['id']}")).json())["state"]
 
     with_service(tmp_path, steps)
+
+
+def test_who_comes_again_is_told_what_is_new(tmp_path) -> None:
+    """With the id of the last event, as browsers do: nothing twice, and 204 once nothing more will come.
+
+    As in https://github.com/inaka/EventSource/issues/23, where a stream that had ended was asked for again and again.
+    """
+
+    async def steps(client, queue):
+        job = await submit(client)
+        path = f"/v1/jobs/{job['id']}/events"
+        events = await client.get(path)
+        fields = dict(line.split(": ", 1) for line in (await events.content.readuntil(b"\n\n")).decode().strip().splitlines())
+        assert ("queued", "2000") == (fields["event"], fields["retry"])
+        events.close()  # who leaves, and comes again
+        known = {"Last-Event-ID": fields["id"]}
+        queue.finish(queue.claim(), {"n": 1})
+        told = await (await client.get(path, headers=known)).text()
+        assert ["published"] == re.findall("event: (.*)", told)
+        (last,) = re.findall("id: (.*)", told)
+        answer = await client.get(path, headers={"Last-Event-ID": last})
+        assert (204, b"") == (answer.status, await answer.read())
+        for other in ("nonsense", fields["id"], ""):
+            again = await (await client.get(path, headers={"Last-Event-ID": other})).text()
+            assert ["published"] == re.findall("event: (.*)", again)
+
+    with_service(tmp_path, steps)
+
+
+def test_lines_are_accepted_together_or_not_at_all(tmp_path) -> None:
+    """A request that is answered with 429 has left nothing behind, however much of it would have had room."""
+
+    async def steps(client, queue):
+        lines = "\n".join(json.dumps({"text": str(number)}) for number in range(3))
+        headers = {"Content-Type": "application/jsonl"}
+        assert 429 == (await client.post("/v1/jobs", data=lines, headers=headers)).status
+        assert {} == queue.counts()
+        await submit(client)
+
+    with_service(tmp_path, steps, max_jobs=2)
 
 
 def test_a_full_queue_says_when_to_come_again(tmp_path) -> None:
@@ -287,6 +333,11 @@ def test_the_description_is_of_this_service(tmp_path) -> None:
     with_service(tmp_path, steps)
 
 
+def states_at(url: str) -> set[str]:
+    """The states of all jobs of the service at `url`."""
+    return {job["state"] for job in urllib3.request("GET", f"{url}/v1/jobs").json()["jobs"]}
+
+
 # -- a real one ---------------------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +359,7 @@ def test_one_document_that_is_refused_stops_no_other(tmp_path, tiny_llama) -> No
         assert ["queued"] == [job["state"] for job in answer["jobs"]]
 
 
+@pytest.mark.timeout(2 * START_SECONDS)
 def test_documents_are_published_through_kills(tmp_path, tiny_llama) -> None:
     """Service and worker die while jobs run; started again, each document is published once, and SIGTERM ends all in order."""
     documents = tmp_path / "documents"
@@ -318,7 +370,7 @@ def test_documents_are_published_through_kills(tmp_path, tiny_llama) -> None:
         ran = kvcdn("publish", documents, "--service", url, "--no-wait")
         assert 0 == ran.code, ran.err
         # Or they are done before that is seen, on a machine that is busy with something else.
-        until(lambda: '"queued"' not in (told := urllib3.request("GET", f"{url}/v1/jobs").data.decode()) or "running" in told)
+        until(lambda: JobState.RUNNING in (states := states_at(url)) or JobState.QUEUED not in states, seconds=START_SECONDS)
         (worker,) = children(process.pid)
         os.kill(worker, signal.SIGKILL)
         process.kill()

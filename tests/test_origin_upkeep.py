@@ -457,6 +457,29 @@ def test_a_copy_holds_the_same_bytes(source, target, tmp_path, request):
     assert (0, 3, 0, 0) == (again.documents, again.existed, again.blocks, again.bytes)
 
 
+@pytest.mark.parametrize("target", KINDS)
+def test_a_copy_lasts_as_long_as_its_source(here, target, tmp_path, request, monkeypatch):
+    """What was made to last longer at the source does so at the target once it is copied again; not the other way round."""
+    store = new_store(target, tmp_path, request)
+    soon, later = int(time.time()) + 1000, int(time.time()) + 100_000
+    here.publish((1, 2), expires=soon)
+    assert 1 == copy_documents(here.store, store).documents
+    assert 1 == copy_documents(here.store, store).existed
+    here.store.delete(here.manifest_key((1, 2)))
+    after = time.time() + 10  # not within the second of the first, in which S3 tells times
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcdn.stores.memory.time.time", lambda: after)
+        here.publish((1, 2), expires=later)
+    copied = copy_documents(here.store, store)
+    assert (1, 0, 0, 2) == (copied.documents, copied.existed, copied.blocks, copied.blocks_existed)
+    assert [later] == [listed.manifest.expires for listed in list_published(store)]
+    assert 1 == copy_documents(here.store, store).existed
+    here.store.delete(here.manifest_key((1, 2)))
+    here.publish((1, 2), expires=soon)
+    assert 1 == copy_documents(here.store, store).existed
+    assert [] == check_origin(store).problems
+
+
 def test_a_copy_of_one_model(here):
     """Only that one."""
     Library(here.store, model=small_model(1)).publish((1,))

@@ -35,13 +35,16 @@ from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.folder import FolderStore
 from kvcdn.stores.memory import MemoryStore
 from support.command import kvcdn
-from support.origin_process import running_origin
+from support.origin_process import START_SECONDS, running_origin
 from support.tiny import TEXT
 from support.waiting import until
 
 KEY = SigningKey.generate()
 
 GRACE = 100.0
+
+AGO = 100_000
+"""Seconds that the clock of a stage is behind."""
 
 URLSET = '<urlset xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">{}</urlset>'
 
@@ -108,7 +111,7 @@ class Stage:
     """A watch with its queue, its book, a store, and a worker that is asked to work."""
 
     def __init__(self, tmp_path, loaded, kind="folder", source=None, **watch) -> None:
-        self.now = time.time() - 100_000  # manifests are made later than the jobs that they are of
+        self.now = time.time() - AGO  # manifests are made later than the jobs that they are of
         self.folder = tmp_path / "documents"
         self.folder.mkdir(exist_ok=True)
         self.path = tmp_path / "queue"
@@ -138,7 +141,9 @@ class Stage:
         count = 0
         while (job := self.queue.claim()) is not None:
             token_ids = encode_text(self.loaded.tokenizer, job.request.text).token_ids
-            result = Publisher(self.loaded, self.store, KEY, tenant=job.tenant).publish(token_ids, label=job.request.label)
+            expires = job.request.ttl and int(self.now + AGO) + job.request.ttl
+            publisher = Publisher(self.loaded, self.store, KEY, tenant=job.tenant)
+            result = publisher.publish(token_ids, label=job.request.label, expires=expires)
             assert self.queue.finish(job, result.to_json())
             count += 1
         return count
@@ -319,7 +324,7 @@ def test_two_services_see_a_change_once(stage) -> None:
     known = [each.book.documents("docs") for each in (stage, other)]
     assert [{}, {}] == known
     stage.watcher.look()
-    other.watcher._look_at(str(stage.folder / "one.txt"), None)
+    other.watcher._look_at(str(stage.folder / "one.txt"), None, renew=False)
     assert {"queued": 1} == stage.queue.counts()
 
 
@@ -384,6 +389,59 @@ def test_other_terms_publish_anew(stage) -> None:
     stage.open()
     stage.step()
     assert {"published": 1, "queued": 1} == stage.queue.counts()
+
+
+@pytest.mark.parametrize("kind", ["folder", "list"])
+def test_what_stays_as_it_is_does_not_expire(tmp_path, loaded, site, kind) -> None:
+    """A document with a ttl is published again while it is seen, though nothing changed; and is one version all the same."""
+    stage = Stage(tmp_path, loaded, kind, source=f"{site.url}/list" if kind == "list" else None, ttl=1000)
+    site.pages = {"/list": f"{site.url}/a".encode(), "/a": TEXT[:1500].encode()}
+    stage.write("a.txt", TEXT[:1500])
+    assert [1, 0, 0] == [stage.round(), stage.round(), stage.round(400)]
+    (first,) = (listed.manifest for listed in list_published(stage.store))
+    for _ in range(3):
+        assert [1, 0] == [stage.round(500), stage.round()]
+    (last,) = (listed.manifest for listed in list_published(stage.store))
+    assert (first.address, True) == (last.address, last.expires >= first.expires + 1000)
+    (status,) = stage.book.status()
+    assert (1, 0, 0) == (status["current"], status["old"], status["failing"])
+    site.pages["/a"] = TEXT[:1400].encode()
+    stage.write("a.txt", TEXT[:1400])
+    assert 1 == stage.round()
+    stage.step(GRACE)
+    assert {stage.address(TEXT[:1400])} == stage.published()
+
+
+def test_a_job_that_is_dead_is_told_and_not_for_ever(stage) -> None:
+    """It can be tried again by hand; once it is forgotten the document is looked at anew. One that was cancelled is not."""
+    stage.write("a.txt", TEXT[:1500])
+    stage.step()
+    stage.queue.fail(stage.queue.claim(), "no such model", for_good=True)
+    assert 0 == stage.round()
+    (status,) = stage.book.status()
+    assert (1, 1, 0) == (status["failing"], status["submitted"], status["current"])
+    assert "no such model" in status["failures"][0]["reason"]
+    (dead,) = stage.queue.list(state=JobState.DEAD)
+    stage.queue.retry(dead.id)
+    stage.queue.fail(stage.queue.claim(), "no such model", for_good=True)
+    assert 1 == stage.queue.forget(stage.now + 1)
+    stage.watcher.settle()
+    assert 1 == stage.round()
+    (status,) = stage.book.status()
+    assert (0, 0, 1) == (status["failing"], status["submitted"], status["current"])
+    stage.write("a.txt", TEXT[:1400])
+    stage.step()
+    (job,) = stage.queue.list(state=JobState.QUEUED)
+    stage.queue.cancel(job.id)
+    assert [0, 0] == [stage.round(), stage.round()]
+    assert {stage.address(TEXT[:1500])} == stage.published()
+
+
+def test_a_ttl_outlives_looks() -> None:
+    """Or documents would expire between two of them."""
+    with pytest.raises(ValueError, match="ttl"):
+        WatchSettings(name="a", kind="folder", source="/a", every=10, ttl=29)
+    assert 30 == WatchSettings(name="a", kind="folder", source="/a", every=10, ttl=30).ttl
 
 
 def test_a_full_queue_is_no_loss(stage) -> None:
@@ -579,6 +637,7 @@ def test_settings(tmp_path) -> None:
             load_settings(None, {"models": ("m",), "watch": wrong})
 
 
+@pytest.mark.timeout(3 * START_SECONDS)
 def test_a_service_that_is_killed_publishes_each_change_once(tmp_path, tiny_llama, monkeypatch) -> None:
     """The real service: a document and a change, with kill -9 between; the old version goes, and /v1/watches tells."""
     folder, store = tmp_path / "documents", FolderStore(tmp_path / "origin")
@@ -588,7 +647,7 @@ def test_a_service_that_is_killed_publishes_each_change_once(tmp_path, tiny_llam
 
     def wait_for_one_but(before: set[str]) -> set[str]:
         """Until one document is published, not one of those before, and no version waits for anything."""
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             found = {str(listed.manifest.address) for listed in list_published(store) if listed.manifest}
             watches = urllib3.request("GET", f"{url}/v1/watches").json()["watches"]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
 from kvcdn.cli.options import AsJson, Token
-from kvcdn.cli.output import print_json, print_pairs, print_table, print_text
+from kvcdn.cli.output import counted, print_json, print_pairs, print_table, print_text
 from kvcdn.cli.submit import ServiceClient
 from kvcdn.cli.watches import Service
+from kvcdn.errors import UsageError
 
 app = typer.Typer(help="See, cancel and retry the jobs of a prefill service.", no_args_is_help=True, rich_markup_mode=None)
 
 _HEADINGS = ["JOB", "STATE", "PRIORITY", "ATTEMPTS", "PROGRESS", "CREATED", "DOCUMENT", "REASON"]
+
+_PAGE = 1000
+"""Jobs that are asked for at once."""
 
 Name = Annotated[str, typer.Argument(help="Id of the job.")]
 
@@ -52,9 +57,36 @@ def cancel(name: Name, service: Service, token: Token = None, *, as_json: AsJson
 
 
 @app.command()
-def retry(name: Name, service: Service, token: Token = None, *, as_json: AsJson = False) -> None:
-    """Have a dead job tried again."""
-    _show(ServiceClient(service, token).retry(name), as_json=as_json)
+def retry(
+    service: Service,
+    name: Annotated[str | None, typer.Argument(help="Id of the job.")] = None,
+    token: Token = None,
+    *,
+    dead: Annotated[bool, typer.Option("--dead", help="Every dead job that the token may see.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Have a dead job tried again, or all of them."""
+    if (name is None) is not dead:
+        raise UsageError("name one job, or say --dead")
+    client = ServiceClient(service, token)
+    if name is not None:
+        _show(client.retry(name), as_json=as_json)
+        return
+    names = list(_dead(client))  # all of them first: what dies again meanwhile is not tried twice
+    for each in names:
+        client.retry(each)
+    if as_json:
+        print_json({"service": service, "retried": len(names)})
+    else:
+        print_text(f"{counted(len(names), 'job')} tried again")
+
+
+def _dead(client: ServiceClient) -> Iterator[str]:
+    after: str | None = ""
+    while after is not None:
+        page = client.jobs("dead", after, _PAGE)
+        yield from (job["id"] for job in page["jobs"])
+        after = page.get("next")
 
 
 def _show(job: dict[str, Any], *, as_json: bool) -> None:

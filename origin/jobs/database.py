@@ -1,4 +1,4 @@
-"""Transactions on the SQLite file that the queue and the watches share."""
+"""The SQLite file that the queue and the watches share: how it is opened, and its transactions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from kvcdn.origin.jobs.queue_errors import translated
+
+BUSY_SECONDS = 30.0
+"""How long a transaction waits for another process's."""
+
+
+def connected(path: Path, schema: str) -> sqlite3.Connection:
+    """A connection whose transactions are on the disk when they end (WAL, synchronous FULL). Raises sqlite3.Error."""
+    base = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    base.execute("PRAGMA journal_mode = WAL")
+    base.execute("PRAGMA synchronous = FULL")
+    base.executescript(schema)
+    return base
 
 
 @contextmanager

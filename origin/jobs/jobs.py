@@ -8,13 +8,14 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticSerializationError
 
 from kvcdn.errors import UsageError
+from kvcdn.origin.publishing.settings import Precision
 from kvcdn.origin.publishing.sources import Document
 from kvcdn.producer import MAX_TEXT
 
@@ -56,7 +57,7 @@ class JobRequest(BaseModel):
     tools: list[dict[str, Any]] = Field(default=[], max_length=1000, description="A chat's tools.")
     name: str = Field(default="", max_length=MAX_TEXT, description="What the job is called in lists; never published.")
     model: str | None = Field(default=None, max_length=512, description="One of the service's models; without it, the first.")
-    precision: Literal["native", "int8", "int4"] = Field(default="native", description="How KV is kept.")
+    precision: Precision = Field(default="native", description="How KV is kept.")
     min_quality: float | None = Field(default=None, ge=0, allow_inf_nan=False, description="Largest mean KL of a lossy one.")
     namespace: str | None = Field(default=None, min_length=1, max_length=64, description="Private namespace; else public.")
     label: str = Field(default="", max_length=MAX_TEXT, description="Public words that the manifest carries.")
@@ -77,6 +78,13 @@ class JobRequest(BaseModel):
     def _checked_window(cls, value: str | None) -> str | None:
         if value is not None:
             Window.parse(value)
+        return value
+
+    @field_validator("text")
+    @classmethod
+    def _checked_text(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("it is empty: there is nothing to publish")
         return value
 
     @field_validator("url")

@@ -22,18 +22,16 @@ from typing import Any
 
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.origin.jobs import quotas as quotas_
-from kvcdn.origin.jobs.database import transaction
+from kvcdn.origin.jobs.database import connected, transaction
 from kvcdn.origin.jobs.jobs import ENDS, Job, JobRequest, JobState, Window, first_start
-from kvcdn.origin.jobs.queue_errors import ClaimLostError, QueueFullError, translated
-from kvcdn.origin.jobs.quotas import Ledger, Quotas
-
-__all__ = ["ClaimLostError", "JobQueue", "QueueFullError"]
+from kvcdn.origin.jobs.queue_errors import ClaimLostError, translated
+from kvcdn.origin.jobs.quotas import OPEN, Quotas, Room
 
 LEASE_SECONDS = 30.0
 """How long a claim lasts without a sign of life: as long a job of a dead worker lies."""
 
-MAX_FAILURES = 5
-"""Of one job, for reasons that may be gone the next time."""
+MAX_FAILURES = 10
+"""Of one job, for reasons that may be gone the next time: with the pauses, a quarter of an hour without origin kills none."""
 
 MAX_DEATHS = 20
 """Of workers at one job. More than failures: who kills a service, or its machine, says nothing about the job in hand."""
@@ -42,9 +40,6 @@ BACKOFF_SECONDS = 2.0
 """Before the second attempt; twice that before the third, and so on, and up to as much again by chance."""
 
 MAX_BACKOFF_SECONDS = 600.0
-
-BUSY_SECONDS = 30.0
-"""How long a transaction waits for another process's."""
 
 MAX_REASON = 1000
 
@@ -75,7 +70,8 @@ CREATE TABLE IF NOT EXISTS jobs (
     result TEXT
 ) STRICT;
 CREATE UNIQUE INDEX IF NOT EXISTS jobs_keys ON jobs (tenant, idempotency_key) WHERE idempotency_key IS NOT NULL;
-CREATE INDEX IF NOT EXISTS jobs_next ON jobs (state, priority DESC, number);
+DROP INDEX IF EXISTS jobs_next;
+CREATE INDEX IF NOT EXISTS jobs_due ON jobs (state, priority DESC, number, not_before);
 CREATE INDEX IF NOT EXISTS jobs_tenants ON jobs (tenant, state);
 """
 
@@ -83,8 +79,6 @@ _COLUMNS = "id, tenant, state, request, attempts, created, updated, not_before, 
 
 _DOCUMENT = frozenset(("text", "messages", "tools"))
 """Fields of a request that are read with a claim only: a page of jobs may have gigabytes of them."""
-
-_OPEN = f"('{JobState.QUEUED}', '{JobState.RUNNING}')"
 
 
 class JobQueue:
@@ -108,10 +102,7 @@ class JobQueue:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             # Documents lie in it: nobody else's business.
             path.touch(mode=0o600)
-            self._base = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-            self._base.execute("PRAGMA journal_mode = WAL")
-            self._base.execute("PRAGMA synchronous = FULL")
-            self._base.executescript(_SCHEMA + quotas_.SCHEMA)
+            self._base = connected(path, _SCHEMA + quotas_.SCHEMA)
             (version,) = self._base.execute("PRAGMA user_version").fetchone()
             if version not in (0, VERSION):
                 raise UsageError(f"the queue {path} is of another version of kvcdn", hint="let that version empty it first")
@@ -136,42 +127,52 @@ class JobQueue:
         also: Callable[[sqlite3.Connection, Job], None] | None = None,
         bytes_per_day: Mapping[str, int] | None = None,
     ) -> list[Job | KvcdnError]:
-        """Accepts jobs, each of a tenant, in one transaction: they are on the disk on return.
+        """As `accept_together`, each job by itself."""
+        batches = [(tenant, [request]) for tenant, request in orders]
+        answers = self.accept_together(batches, also, bytes_per_day)
+        return [answer if isinstance(answer, KvcdnError) else answer[0] for answer in answers]
 
-        What `also` writes for each new job is in the same transaction. For those without room, or beyond their tenants' quotas
-        (also those of their tokens, `bytes_per_day`), the error.
+    def accept_together(
+        self,
+        batches: Sequence[tuple[str, Sequence[JobRequest]]],
+        also: Callable[[sqlite3.Connection, Job], None] | None = None,
+        bytes_per_day: Mapping[str, int] | None = None,
+    ) -> list[list[Job] | KvcdnError]:
+        """Accepts batches of jobs, each of a tenant, in one transaction: they are on the disk on return.
+
+        What `also` writes for each new job is in the same transaction. A batch is accepted whole or not at all: the error where
+        there is no room for all of it, or it is beyond its tenant's quotas (also those of its token, `bytes_per_day`).
         A key that its tenant has used means that job; for another job it is an error.
         """
-        now = self._clock()
+        now, quotas = self._clock(), replace(self._quotas, by_tenant=bytes_per_day or {})
         with self._transaction() as base:
-            (waiting,) = base.execute(f"SELECT count(*) FROM jobs WHERE state IN {_OPEN}").fetchone()  # noqa: S608 - constants
-            open_of: dict[str, int] = {}
-            ledger = Ledger(base, replace(self._quotas, by_tenant=bytes_per_day or {}), now)
-            answers: list[Job | KvcdnError] = []
-            for tenant, request in orders:
-                known = self._keyed(tenant, request)
-                if known is not None:
-                    answers.append(known)
-                    continue
-                if tenant not in open_of:
-                    counted = base.execute(f"SELECT count(*) FROM jobs WHERE tenant = ? AND state IN {_OPEN}", (tenant,))  # noqa: S608 - constants
-                    (open_of[tenant],) = counted.fetchone()
-                if waiting >= self._most or open_of[tenant] >= self._most_of_tenant:
-                    answers.append(_full(self._most if waiting >= self._most else self._most_of_tenant))
-                    continue
-                refusal = ledger.take(tenant, request.size)
-                if refusal is not None:
-                    answers.append(refusal)
-                    continue
-                waiting, open_of[tenant] = waiting + 1, open_of[tenant] + 1
-                answers.append(accepted := self._insert(tenant, request, now))
-                if also:
-                    also(base, accepted)
-            ledger.close()
+            room = Room(base, self._most, self._most_of_tenant)
+            answers: list[list[Job] | KvcdnError] = []
+            for tenant, requests in batches:
+                base.execute("SAVEPOINT batch")
+                taken = 0
+                jobs: list[Job] = []
+                try:
+                    for request in requests:
+                        job = self._keyed(tenant, request)
+                        if job is None:
+                            room.take(tenant)
+                            taken += 1
+                            quotas_.submit(base, quotas, tenant, now, request.size)
+                            job = self._insert(tenant, request, now)
+                            if also:
+                                also(base, job)
+                        jobs.append(job)
+                    answers.append(jobs)
+                except KvcdnError as error:
+                    base.execute("ROLLBACK TO batch")
+                    room.give_back(tenant, taken)
+                    answers.append(error)
+                base.execute("RELEASE batch")
         return answers
 
-    def _keyed(self, tenant: str, request: JobRequest) -> Job | UsageError | None:
-        """The job for which the tenant has used the request's key; the error where that was another."""
+    def _keyed(self, tenant: str, request: JobRequest) -> Job | None:
+        """The job for which the tenant has used the request's key. Raises UsageError where that was another."""
         if request.idempotency_key is None:
             return None
         key = (tenant, request.idempotency_key)
@@ -181,7 +182,7 @@ class JobQueue:
         if found is None:
             return None
         if found != _texts(request):
-            return UsageError("this idempotency key was used for another job", hint="each job has a key of its own")
+            raise UsageError("this idempotency key was used for another job", hint="each job has a key of its own")
         return self._one("tenant = ? AND idempotency_key = ?", key)
 
     def _insert(self, tenant: str, request: JobRequest, now: float) -> Job:
@@ -202,12 +203,15 @@ class JobQueue:
         return found
 
     def list(self, *, tenant: str | None = None, state: JobState | None = None, after: str = "", limit: int = 100) -> list[Job]:
-        """Jobs from the oldest on, those behind the job `after`, without their documents."""
+        """Jobs from the oldest on, those behind the job `after`, without their documents. Raises NotFoundError."""
         with self._lock:
+            (behind,) = self._base.execute("SELECT max(number) FROM jobs WHERE id = ?", (after,)).fetchone() if after else (0,)
+            if behind is None:
+                raise NotFoundError(f"there is no job {after[:40]!r} to go on behind", hint="begin the list anew")
             rows = self._base.execute(
                 f"SELECT {_COLUMNS} FROM jobs WHERE (?1 IS NULL OR tenant = ?1) AND (?2 IS NULL OR state = ?2) "  # noqa: S608 - constants
-                "AND number > coalesce((SELECT number FROM jobs WHERE id = ?3), 0) ORDER BY number LIMIT ?4",
-                (tenant, state, after, limit),
+                "AND number > ?3 ORDER BY number LIMIT ?4",
+                (tenant, state, behind, limit),
             ).fetchall()
         return [_job(row) for row in rows]
 
@@ -243,7 +247,7 @@ class JobQueue:
         """Removes jobs that ended before this time, documents and all; how many."""
         with self._transaction() as base:
             quotas_.forget(base, self._clock())
-            gone = base.execute(f"DELETE FROM jobs WHERE state NOT IN {_OPEN} AND updated < ?", (before,))  # noqa: S608 - constants
+            gone = base.execute(f"DELETE FROM jobs WHERE state NOT IN {OPEN} AND updated < ?", (before,))  # noqa: S608 - constants
         return gone.rowcount
 
     # -- workers --------------------------------------------------------------------------------------------------------------
@@ -262,7 +266,12 @@ class JobQueue:
                 opens = Window.parse(found.request.window).opens(now) if found.request.window else now
                 if opens <= now:
                     break
-                base.execute("UPDATE jobs SET not_before = ? WHERE id = ?", (opens, found.id))
+                # All that wait for this window at once: one by one, a night's rest would keep everybody from the queue.
+                base.execute(
+                    "UPDATE jobs SET not_before = ? WHERE state = ? AND not_before <= ? "
+                    "AND json_extract(request, '$.window') = ?",
+                    (opens, JobState.QUEUED, now, found.request.window),
+                )
             word = secrets.token_hex(8)
             base.execute(
                 "UPDATE jobs SET state = ?, claim = ?, claimed_until = ?, attempts = attempts + 1, updated = ? WHERE id = ?",
@@ -313,7 +322,10 @@ class JobQueue:
         return self._end(job, JobState.CANCELLED, "cancelled", None)
 
     def fail(self, job: Job, reason: str, *, for_good: bool) -> bool:
-        """Has a job tried again some time later, or ends it `for_good` or after too many attempts, with the reason."""
+        """Has a job tried again some time later, or ends it `for_good` or after too many attempts, with the reason.
+
+        One that was cancelled meanwhile ends as cancelled.
+        """
         failures = job.failures + 1
         if for_good or failures >= MAX_FAILURES:
             return self._end(job, JobState.DEAD, reason[:MAX_REASON], None)
@@ -327,7 +339,8 @@ class JobQueue:
     def _return(self, job: Job, start: float, reason: str, *, attempts: int, failures: int) -> bool:
         with self._transaction() as base:
             changed = base.execute(
-                "UPDATE jobs SET state = ?, not_before = ?, reason = ?, attempts = ?, failures = ?, claim = '', updated = ? "
+                f"UPDATE jobs SET state = iif(cancelling, '{JobState.CANCELLED}', ?), not_before = ?, "  # noqa: S608 - constants
+                "reason = iif(cancelling, 'cancelled', ?), attempts = ?, failures = ?, claim = '', updated = ? "
                 "WHERE id = ? AND claim = ? AND state = ?",
                 (JobState.QUEUED, start, reason, attempts, failures, self._clock(), *_held(job)),
             )
@@ -339,6 +352,9 @@ class JobQueue:
         if state not in ENDS:
             raise ValueError(f"{state} is no end")
         with self._transaction() as base:
+            if state is JobState.DEAD:  # who did not want it any more is not to find it among the dead
+                asked = base.execute("SELECT cancelling FROM jobs WHERE id = ? AND claim = ?", (job.id, job.claim)).fetchone()
+                state, reason = (JobState.CANCELLED, "cancelled") if asked == (1,) else (state, reason)
             changed = base.execute(
                 "UPDATE jobs SET state = ?, reason = ?, result = ?, claim = '', updated = ? "
                 "WHERE id = ? AND claim = ? AND state = ?",
@@ -379,7 +395,3 @@ def _job(row: Sequence[Any]) -> Job:
         claim,
         failures,
     )
-
-
-def _full(most: int) -> QueueFullError:
-    return QueueFullError(f"the queue holds {most:,} jobs, and no more", hint="try again later")

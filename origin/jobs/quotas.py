@@ -1,4 +1,4 @@
-"""Quotas: how many bytes each tenant may submit, and have stored, in a day of UTC. Kept in the queue's file.
+"""Quotas: how many jobs may wait, of all and of each tenant, and how many bytes each may submit, and have stored, a day of UTC.
 
 What is submitted is known, and refused, before it is accepted. What is stored is known when a job ends: who has used a day's up
 may submit no more until midnight, and jobs that were accepted before still end.
@@ -11,7 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvcdn.access.allowance import DAY_SECONDS, Shortage
+from kvcdn.origin.jobs.jobs import JobState
 from kvcdn.origin.jobs.queue_errors import QueueFullError
+
+OPEN = f"('{JobState.QUEUED}', '{JobState.RUNNING}')"
+"""The states of jobs that have not ended, in SQL."""
 
 KEPT_DAYS = 3
 """Days that are remembered; only today's counts."""
@@ -36,53 +40,49 @@ class Quotas:
     by_tenant: Mapping[str, int] = field(default_factory=dict)
 
 
-@dataclass
-class Used:
-    """What a tenant has used today, and what is being added."""
+class Room:
+    """How many more jobs may wait or run, within one transaction that accepts jobs."""
 
-    submitted: int
-    stored: int
-    added: int = 0
+    def __init__(self, base: sqlite3.Connection, most: int, most_of_tenant: int) -> None:
+        self._base, self._most, self._most_of_tenant = base, most, most_of_tenant
+        (self._open,) = base.execute(f"SELECT count(*) FROM jobs WHERE state IN {OPEN}").fetchone()  # noqa: S608 - constants
+        self._open_of: dict[str, int] = {}
+
+    def take(self, tenant: str) -> None:
+        """Counts one more job of a tenant. Raises QueueFullError, and counts nothing."""
+        if tenant not in self._open_of:
+            asked = f"SELECT count(*) FROM jobs WHERE tenant = ? AND state IN {OPEN}"  # noqa: S608 - constants
+            (self._open_of[tenant],) = self._base.execute(asked, (tenant,)).fetchone()
+        if self._open >= self._most or self._open_of[tenant] >= self._most_of_tenant:
+            most = self._most if self._open >= self._most else self._most_of_tenant
+            raise QueueFullError(f"the queue holds {most:,} jobs, and no more", hint="try again later")
+        self._open += 1
+        self._open_of[tenant] += 1
+
+    def give_back(self, tenant: str, jobs: int) -> None:
+        """Takes back what was counted for jobs that are not accepted after all."""
+        if jobs:
+            self._open -= jobs
+            self._open_of[tenant] -= jobs
 
 
-class Ledger:
-    """The tenants' bytes within one transaction that accepts jobs."""
+def submit(base: sqlite3.Connection, quotas: Quotas, tenant: str, now: float, size: int) -> None:
+    """Counts a document of `size` bytes that a tenant submits. Raises QueueFullError where its day is used up."""
+    submitted, stored = base.execute(
+        "SELECT submitted, stored FROM quota_days WHERE day = ? AND tenant = ?", (_day(now), tenant)
+    ).fetchone() or (0, 0)
+    limits = (quotas.submitted, quotas.by_tenant.get(tenant))
+    most = min((limit for limit in limits if limit is not None), default=None)
+    if most is not None and submitted + size > most:
+        raise _refusal(f"{tenant} may submit {most:,} bytes of documents a day, and {submitted:,} are used", now)
+    if quotas.stored is not None and stored >= quotas.stored:
+        raise _refusal(f"{tenant} may have {quotas.stored:,} bytes stored a day, and {stored:,} are used", now)
+    charge(base, tenant, now, submitted=size)
 
-    def __init__(self, base: sqlite3.Connection, quotas: Quotas, now: float) -> None:
-        self._base, self._quotas, self._now = base, quotas, now
-        self._used: dict[str, Used] = {}
 
-    def take(self, tenant: str, size: int) -> QueueFullError | None:
-        """Counts a document of `size` bytes, or tells why it is refused, and then counts nothing."""
-        used = self._of(tenant)
-        limits = (self._quotas.submitted, self._quotas.by_tenant.get(tenant))
-        most = min((limit for limit in limits if limit is not None), default=None)
-        if most is not None and used.submitted + used.added + size > most:
-            return self._refusal(
-                f"{tenant} may submit {most:,} bytes of documents a day, and {used.submitted + used.added:,} are used"
-            )
-        if self._quotas.stored is not None and used.stored >= self._quotas.stored:
-            return self._refusal(f"{tenant} may have {self._quotas.stored:,} bytes stored a day, and {used.stored:,} are used")
-        used.added += size
-        return None
-
-    def close(self) -> None:
-        """Writes down what was counted."""
-        for tenant, used in self._used.items():
-            if used.added:
-                charge(self._base, tenant, self._now, submitted=used.added)
-
-    def _of(self, tenant: str) -> Used:
-        if tenant not in self._used:
-            found = self._base.execute(
-                "SELECT submitted, stored FROM quota_days WHERE day = ? AND tenant = ?", (_day(self._now), tenant)
-            ).fetchone()
-            self._used[tenant] = Used(*(found or (0, 0)))
-        return self._used[tenant]
-
-    def _refusal(self, message: str) -> QueueFullError:
-        seconds = (_day(self._now) + 1) * DAY_SECONDS - self._now
-        return QueueFullError(f"{Shortage.DAY}: {message}", hint="again after midnight UTC", retry_seconds=seconds)
+def _refusal(message: str, now: float) -> QueueFullError:
+    seconds = (_day(now) + 1) * DAY_SECONDS - now
+    return QueueFullError(f"{Shortage.DAY}: {message}", hint="again after midnight UTC", retry_seconds=seconds)
 
 
 def charge(base: sqlite3.Connection, tenant: str, now: float, *, submitted: int = 0, stored: int = 0) -> None:

@@ -83,8 +83,8 @@ class LossyPublishing:
         run = self._run_of(precision)
         existing = run.existing_manifest()
         if existing is not None and run.is_complete() and existing.certificate and existing.certificate.meets(self._max_kl):
-            run.leave(existing)
-            if self._leaves_refinement(run):
+            run.keep(existing, label=label, expires=expires)
+            if self._leaves_refinement(run, label=label, expires=expires):
                 return run
         native = self._run_of(PRECISION_NATIVE)
         exact = native.compute(self._ids)
@@ -98,18 +98,18 @@ class LossyPublishing:
             if certificate.meets(self._max_kl):
                 existing = run.existing_manifest()
                 if existing is not None and run.is_complete():
-                    run.leave(existing)
+                    run.keep(existing, label=label, expires=expires)
                 else:
                     if precision in TRANSFORMED:
                         self._publish_basis(run, encoders.basis)
                     run.write(partial(lossy.write, certificate), existing, certificate, label=label, expires=expires)
-                if self._progressive and not self._leaves_refinement(run):
+                if self._progressive and not self._leaves_refinement(run, label=label, expires=expires):
                     self._refine(run, exact, lossy.decoded, label=label, expires=expires)
                 return run
             precision = LADDER[precision]
         return None
 
-    def _leaves_refinement(self, coarse: Run) -> bool:
+    def _leaves_refinement(self, coarse: Run, *, label: str, expires: int | None) -> bool:
         """Whether nothing is to be done to make what `coarse` has published exact."""
         if not self._progressive:
             return True
@@ -119,7 +119,7 @@ class LossyPublishing:
             return False
         for name, entry in zip(refined.names.blocks, coarse.manifest.blocks, strict=True):
             refined.refining(name, entry.etag)
-        refined.leave(existing)
+        refined.keep(existing, label=label, expires=expires)
         return True
 
     def _refine(self, coarse: Run, exact: Kv, decoded: Kv, *, label: str, expires: int | None) -> None:

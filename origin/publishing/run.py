@@ -23,7 +23,7 @@ from kvcdn.block import BlockHeader, open_header, open_segment, seal_block
 from kvcdn.certificate import Certificate
 from kvcdn.codec import Encoded
 from kvcdn.digest import Buffer, Digest, hash_bytes
-from kvcdn.errors import CorruptError, NotFoundError
+from kvcdn.errors import CorruptError, NotFoundError, UnavailableError
 from kvcdn.journal import Published
 from kvcdn.keys import BlockName, Namespace, PrefixNames, block_key, manifest_key
 from kvcdn.manifest import BlockEntry, Manifest, open_manifest
@@ -95,7 +95,7 @@ class Run:
         """Brings the prefix to the origin as the model computes it."""
         existing = self.existing_manifest()
         if existing is not None and self.is_complete():
-            self.leave(existing)
+            self.keep(existing, label=label, expires=expires)
         else:
             self.write(lambda: self._compute_blocks(token_ids), existing, label=label, expires=expires)
 
@@ -118,9 +118,25 @@ class Run:
             )
         return BlockEntry(name.address, name.tokens, header.size, header.etag)
 
-    def leave(self, manifest: Manifest) -> None:
-        """There is nothing to be done."""
-        self._outcome = "exists", manifest
+    def keep(self, existing: Manifest, *, label: str, expires: int | None) -> None:
+        """All of it is there: nothing is done, but where it ends too soon its manifest is made anew."""
+        self._outcome, now = ("exists", existing), time.time()
+        if existing.lasts(expires, now):
+            return
+        try:
+            self.write(self._entries, existing, existing.certificate, label=label or existing.label, expires=expires)
+            self._outcome = "renewed", self.manifest
+        except UnavailableError:
+            # Who may not delete leaves it as it is, while it lasts.
+            if (existing.expires or 0) <= now or self.existing_manifest() != existing:
+                raise
+
+    def _entries(self) -> list[BlockEntry]:
+        """The entries of blocks that are all there. Raises UnavailableError where one is not, any more."""
+        headers = [(name, self.header(name)) for name in self.names.blocks]
+        if not all(header for _, header in headers):
+            raise UnavailableError(f"{self._store.url}: blocks of the document were removed meanwhile", hint="publish again")
+        return [BlockEntry(name.address, name.tokens, header.size, header.etag) for name, header in headers if header]
 
     def write(
         self,
@@ -131,14 +147,14 @@ class Run:
         label: str,
         expires: int | None,
     ) -> None:
-        """Writes what `blocks` writes, and then the manifest; `existing` is one whose blocks are not all there."""
+        """Writes what `blocks` writes, and then the manifest, in place of `existing`."""
         names = self.names
         key = manifest_key(names.model.tag, names.manifest_address)
         self._draft = Draft(names, self._producer, self._key, self._record, certificate, label, expires)
         with Lease(self._store, names.model.tag, [block.address for block in names.blocks]) as lease:
             entries = blocks()
             if existing is not None:
-                # Somebody removed blocks under it. The new ones have other salts, sizes and etags: the manifest is made anew.
+                # New blocks have other salts, sizes and etags, and a date cannot be changed: the manifest is made anew.
                 self._store.delete(key)
             manifest, data = self._draft.of(entries)
             lease.require()
@@ -367,28 +383,13 @@ class Run:
 
     def result(self, namespace: Namespace) -> PublishResult:
         """What this run did. It has written, or left, a manifest."""
-        status, manifest = self._outcome[0] if self._outcome else "", self.manifest
-        speed = self._tokens_computed / self._prefill_seconds if self._prefill_seconds else None
-        return PublishResult(
-            status=status,
-            address=str(manifest.address),
-            model=manifest.model_name,
-            fingerprint=str(manifest.fingerprint),
-            namespace=namespace.name,
-            precision=manifest.precision,
-            certificate=manifest.certificate.to_json() if manifest.certificate else None,
-            tokens=manifest.tokens,
-            blocks=len(manifest.blocks),
-            blocks_uploaded=len(self._uploaded),
-            tokens_computed=self._tokens_computed,
-            tokens_loaded=self._tokens_loaded,
-            raw_bytes=manifest.raw_bytes,
-            stored_bytes=manifest.stored_bytes,
-            uploaded_bytes=sum(self._uploaded),
-            ratio=round(manifest.stored_bytes / manifest.raw_bytes, 4),
-            seconds=round(time.perf_counter() - self._started, 3),
-            prefill_seconds=round(self._prefill_seconds, 3),
-            tokens_per_second=round(speed, 1) if speed else None,
+        return PublishResult.of(
+            self._outcome[0] if self._outcome else "",
+            self.manifest,
+            namespace,
+            uploaded=self._uploaded,
+            tokens=(self._tokens_computed, self._tokens_loaded),
+            seconds=(time.perf_counter() - self._started, self._prefill_seconds),
         )
 
 

@@ -18,6 +18,9 @@ from kvcdn.settings import SettingsSources
 
 SOURCES = SettingsSources(service="publisher", env_prefix="KVCDN_PUBLISHER_", sample="infra/origin.toml")
 
+Precision = Literal["native", "int8", "int4", "tc-high", "tc-medium", "tc-low", "tc-least"]
+"""What may be asked for by name."""
+
 MAX_DAYS = 36_500
 """A century; more is a date or a count of seconds by mistake."""
 
@@ -53,7 +56,7 @@ class PublisherSettings(BaseSettings):
         min_length=1,
         description="Private namespace, whose secret is on this machine. Without it, the public one.",
     )
-    precision: Literal["native", "int8", "int4", "tc-high", "tc-medium", "tc-low", "tc-least"] = Field(
+    precision: Precision = Field(
         default="native",
         description="How KV is kept: native is bit-exact, the others are smaller, and measured on each document.",
     )

@@ -17,7 +17,7 @@ import transformers
 from kvcdn import __version__
 from kvcdn.keys import Namespace
 from kvcdn.origin.jobs.jobs import JobRequest
-from kvcdn.origin.jobs.queue import ClaimLostError
+from kvcdn.origin.jobs.queue_errors import ClaimLostError
 from kvcdn.origin.publishing.publish import PublishProgress
 from kvcdn.origin.service.attempt import JobPublisher, StoppingError, attempt
 from kvcdn.origin.service.service_settings import ServiceSettings

@@ -18,7 +18,8 @@ from kvcdn.keys import Namespace
 from kvcdn.model.tokens import encode_chat, encode_text
 from kvcdn.origin.jobs.fetching import fetch_document, resolve_public
 from kvcdn.origin.jobs.jobs import Job, JobRequest
-from kvcdn.origin.jobs.queue import ClaimLostError, JobQueue
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.jobs.queue_errors import ClaimLostError
 from kvcdn.origin.publishing.kept import Kept
 from kvcdn.origin.publishing.publish import Publisher, PublishProgress
 from kvcdn.origin.service.models import Models

@@ -102,7 +102,11 @@ def _paths() -> dict[str, Any]:
             "get": {
                 "summary": "Follow a job: its state as server-sent events, until it has ended.",
                 "parameters": [_ID],
-                "responses": {"200": {"description": "Events.", "content": {"text/event-stream": {}}}, **_failures()},
+                "responses": {
+                    "200": {"description": "Events.", "content": {"text/event-stream": {}}},
+                    "204": {"description": "The job has ended, as the event that Last-Event-ID names has told."},
+                    **_failures(),
+                },
             }
         },
         "/v1/jobs/{id}/retry": {"post": _operation("Try a dead job again.", _JOB, parameters=[_ID])},

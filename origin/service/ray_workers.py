@@ -26,33 +26,21 @@ from kvcdn import __version__
 from kvcdn.errors import KvcdnError, UsageError
 from kvcdn.keyring import load_namespace
 from kvcdn.origin.jobs.jobs import Job
-from kvcdn.origin.jobs.queue import ClaimLostError, JobQueue
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.jobs.queue_errors import ClaimLostError
 from kvcdn.origin.service.actor import CALLS_AT_ONCE, Actor
 from kvcdn.origin.service.attempt import Outcome
+from kvcdn.origin.service.pace import IDLE_SECONDS, SIGNS_PER_CLAIM, Restarts
 from kvcdn.origin.service.ray_environment import LOOPBACK
 from kvcdn.origin.service.service_settings import ServiceSettings
 from kvcdn.origin.service.usage import OriginUsage
 from kvcdn.signing import SigningKey, TrustList
 
-IDLE_SECONDS = 0.2
-"""Between two looks at an empty queue: how much later a job may begin."""
-
 ASK_SECONDS = 0.5
 """Between two questions to an actor at work: how soon it hears of an end, and how old a progress may be."""
 
-SIGNS_PER_CLAIM = 6
-"""Signs of life while nothing else is to be told."""
-
 START_SECONDS = 60.0
 """An actor that is not there by then lacks something, which is told."""
-
-RESTART_SECONDS = 1.0
-"""Before another actor takes the place of one that is gone; twice that after the next, and so on, up to a minute."""
-
-MAX_RESTART_SECONDS = 60.0
-
-STEADY_SECONDS = 60.0
-"""An actor that lived so long was not lost for its start."""
 
 OBJECT_STORE_BYTES = 80 * 1000**2
 """Ray's least. Only documents pass through it."""
@@ -82,17 +70,16 @@ class Seat:
 
     def run(self) -> None:
         """Has an actor work, and another when it is gone."""
-        deaths = 0
+        restarts = Restarts()
         while not self._stop.is_set():
-            began = time.monotonic()
+            restarts.begin()
             try:
                 self._serve()
             except (RayError, KvcdnError) as error:
                 log.warning("an actor is lost: %s", str(error).splitlines()[0])
             except Exception:
                 log.exception("an actor is given up")
-            deaths = 0 if time.monotonic() - began > STEADY_SECONDS else deaths + 1
-            self._stop.wait(min(RESTART_SECONDS * 2 ** max(deaths - 1, 0), MAX_RESTART_SECONDS))
+            self._stop.wait(restarts.pause())
 
     def _serve(self) -> None:
         actor = self._create()

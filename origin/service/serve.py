@@ -18,20 +18,13 @@ from aiohttp import web
 
 from kvcdn.access.listening import tls_context
 from kvcdn.errors import UnavailableError, UsageError
+from kvcdn.origin.service.pace import Restarts
 from kvcdn.origin.service.ray_environment import ray_environment, require_ray
 from kvcdn.origin.service.service import Service, forgetting
 from kvcdn.origin.service.service_settings import ServiceSettings
 from kvcdn.origin.service.watchers import Watchers
 from kvcdn.origin.upkeep.journal import Journal
 from kvcdn.origin.watching.watched import WatchBook
-
-RESTART_SECONDS = 1.0
-"""Before a worker that died is started again; twice that for each that died early before it, up to a minute."""
-
-MAX_RESTART_SECONDS = 60.0
-
-STEADY_SECONDS = 60.0
-"""A worker that lived so long did not die of its start."""
 
 log = logging.getLogger("kvcdn.origin.service.serve")
 
@@ -106,9 +99,9 @@ async def serving(settings: ServiceSettings) -> AsyncIterator[str]:
 
 async def _keep_worker(settings: ServiceSettings, program: str) -> None:
     """Runs a process of workers, and another when it dies, until cancelled; then it ends in order."""
-    deaths = 0
+    restarts = Restarts()
     while True:
-        began = time.monotonic()
+        restarts.begin()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", program),
             stdin=asyncio.subprocess.PIPE,
@@ -125,9 +118,8 @@ async def _keep_worker(settings: ServiceSettings, program: str) -> None:
         except asyncio.CancelledError:
             await _stop(process, settings.stop_seconds)
             raise
-        deaths = 0 if time.monotonic() - began > STEADY_SECONDS else deaths + 1
         log.warning("a worker ended with %s", code)
-        await asyncio.sleep(min(RESTART_SECONDS * 2 ** (deaths - 1) if deaths else RESTART_SECONDS, MAX_RESTART_SECONDS))
+        await asyncio.sleep(restarts.pause())
 
 
 async def _stop(process: asyncio.subprocess.Process, seconds: float) -> None:

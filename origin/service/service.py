@@ -21,10 +21,12 @@ from aiohttp import web
 from kvcdn.access.grant import Grant, Scope
 from kvcdn.access.guard import Guard
 from kvcdn.access.tasks import beside
-from kvcdn.digest import ModelTag
+from kvcdn.digest import ModelTag, hash_bytes
 from kvcdn.errors import KvcdnError, NotFoundError, UntrustedError, UsageError
 from kvcdn.origin.jobs.jobs import Job, JobRequest, JobState, read_request
-from kvcdn.origin.jobs.queue import JobQueue, QueueFullError
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.jobs.queue_errors import QueueFullError
+from kvcdn.origin.publishing.sources import decode_document
 from kvcdn.origin.service.openapi import describe
 from kvcdn.origin.service.service_settings import ServiceSettings
 from kvcdn.origin.watching.watch_settings import read_watch, require_served
@@ -46,11 +48,17 @@ WATCH_SECONDS = 0.5
 SILENCE_SECONDS = 15.0
 """After so long without news a comment is sent, so that nobody on the way takes the connection for dead."""
 
+RECONNECT_SECONDS = 2
+"""After so long whoever reads events and has lost the connection is to come again."""
+
 FORGET_SECONDS = 3600.0
 """Between two looks for jobs that ended long ago."""
 
 NO_TAG = ModelTag(bytes(ModelTag.SIZE))
 """A model that is known by its name only: its files may not have been read yet."""
+
+_CODINGS = frozenset(("identity", "gzip", "deflate"))
+"""Of bodies: what is read as the framework unpacked it. It leaves others as they came."""
 
 GRANT = web.RequestKey("grant", Grant)
 
@@ -67,7 +75,7 @@ class Service:
     def __init__(self, settings: ServiceSettings, queue: JobQueue, guard: Guard, book: WatchBook) -> None:
         self._settings, self._queue, self._guard, self._book = settings, queue, guard, book
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcdn-queue")
-        self._orders: list[tuple[str, JobRequest, asyncio.Future[Job]]] = []
+        self._orders: list[tuple[str, list[JobRequest], asyncio.Future[list[Job]]]] = []
         self._bytes_per_day: dict[str, int] = {}
         self._accepting: asyncio.Task[None] | None = None
         self.draining = False
@@ -103,22 +111,18 @@ class Service:
     # -- accepting ------------------------------------------------------------------------------------------------------------
 
     async def accept(self, tenant: str, requests: list[JobRequest], bytes_per_day: int | None = None) -> list[Job]:
-        """Accepts jobs; they are on the disk on return. Raises QueueFullError where not all of them were.
+        """Accepts jobs, all or none; they are on the disk on return. Raises QueueFullError, UsageError.
 
         `bytes_per_day` is what the tenant's token lets it submit.
         """
         if bytes_per_day is not None:
             self._bytes_per_day[tenant] = min(bytes_per_day, self._bytes_per_day.get(tenant, bytes_per_day))
         loop = asyncio.get_running_loop()
-        orders = [(tenant, request, loop.create_future()) for request in requests]
-        self._orders.extend(orders)
+        answer: asyncio.Future[list[Job]] = loop.create_future()
+        self._orders.append((tenant, requests, answer))
         if self._accepting is None or self._accepting.done():
             self._accepting = loop.create_task(self._accept_all())
-        answers = await asyncio.gather(*(future for _, _, future in orders), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if isinstance(answer, Job)]
+        return await answer
 
     async def _accept_all(self) -> None:
         while self._orders:
@@ -126,7 +130,7 @@ class Service:
             quotas, self._bytes_per_day = self._bytes_per_day, {}
             wanted = [(who, what) for who, what, _ in orders]
             try:
-                answers: list[Any] = list(await self.asked(self._queue.accept, wanted, None, quotas))
+                answers: list[Any] = list(await self.asked(self._queue.accept_together, wanted, None, quotas))
             except Exception as error:  # noqa: BLE001 - told to each who waits
                 answers = [error] * len(orders)
             for (_, _, future), answer in zip(orders, answers, strict=True):
@@ -192,18 +196,25 @@ class Service:
         return _json((await self.asked(self._queue.retry, job.id)).to_json())
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: the job at once, whenever it changes, and a last time when it has ended."""
+        """Server-sent events: the job at once, whenever it changes, and a last time when it has ended.
+
+        An event's id tells what it showed: who comes again with it is told what is new since. Where nothing will be, 204: by
+        that browsers know not to come again (WHATWG HTML, 9.2).
+        """
         job = await self._own(request)
+        shown = request.headers.get("Last-Event-ID", "")
+        if job.ended and shown == _event(job)[0]:
+            return web.Response(status=204)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         silent = 0.0
-        shown = ""
         with contextlib.suppress(ConnectionError, KvcdnError):  # gone, or not to be had: whoever follows asks again
+            await response.write(b"retry: %d\n" % (1000 * RECONNECT_SECONDS))
             while True:
-                text = json.dumps(job.to_json())
-                if text != shown:
-                    shown, silent = text, 0.0
-                    await response.write(f"event: {job.state}\ndata: {text}\n\n".encode())
+                name, event = _event(job)
+                if name != shown:
+                    shown, silent = name, 0.0
+                    await response.write(event)
                 elif silent >= SILENCE_SECONDS:
                     silent = 0.0
                     await response.write(b": waiting\n\n")
@@ -273,10 +284,13 @@ async def _requests(request: web.Request) -> list[JobRequest]:
     charset = request.charset or "utf-8"
     if charset.lower() not in ("utf-8", "utf8", "us-ascii"):
         raise UsageError(f"a body in {charset[:80]!r} is not read", hint="send UTF-8")
+    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if coding not in _CODINGS:
+        raise UsageError(f"a body packed as {coding[:80]!r} is not read", hint="send it as it is, or packed with gzip")
     try:
-        text = body.decode("utf-8-sig")
         if kind == "text/plain":
-            return [read_request({**_from_query(request.query), "text": text})]
+            return [read_request({**_from_query(request.query), "text": decode_document("the body", body).text})]
+        text = body.decode("utf-8-sig")
         if kind == "application/json":
             return [read_request(_parsed(text))]
         if kind in ("application/jsonl", "application/x-ndjson"):
@@ -311,6 +325,13 @@ def _granted(request: web.Request, *scopes: Scope) -> Grant:
     if not grant.scopes & set(scopes):
         raise UntrustedError(f"the token has not the scope {scopes[0]}")
     return grant
+
+
+def _event(job: Job) -> tuple[str, bytes]:
+    """What is told of a job as it is now: the id by which that is known again, and the event."""
+    text = json.dumps(job.to_json())
+    name = str(hash_bytes(text.encode()))[:32]
+    return name, f"event: {job.state}\nid: {name}\ndata: {text}\n\n".encode()
 
 
 def _json(value: Mapping[str, Any], status: int = 200) -> web.Response:

@@ -14,7 +14,12 @@ from kvcdn.keys import model_tag
 if TYPE_CHECKING:
     from kvcdn.origin.service.attempt import Outcome as Attempted
 
-_OUTCOMES = {"published": Outcome.PUBLISHED, "repaired": Outcome.REPAIRED, "exists": Outcome.EXISTED}
+_OUTCOMES = {
+    "published": Outcome.PUBLISHED,
+    "repaired": Outcome.REPAIRED,
+    "exists": Outcome.EXISTED,
+    "renewed": Outcome.EXISTED,
+}
 
 
 class OriginUsage:

@@ -21,19 +21,15 @@ import transformers
 from kvcdn.errors import KvcdnError
 from kvcdn.keyring import load_namespace
 from kvcdn.origin.jobs.jobs import Job
-from kvcdn.origin.jobs.queue import ClaimLostError, JobQueue
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.jobs.queue_errors import ClaimLostError
 from kvcdn.origin.publishing.publish import PublishProgress
 from kvcdn.origin.service.attempt import JobPublisher, StoppingError, attempt
+from kvcdn.origin.service.pace import IDLE_SECONDS, SIGNS_PER_CLAIM
 from kvcdn.origin.service.service_settings import ServiceSettings
 from kvcdn.origin.service.usage import OriginUsage
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.store import BlobStore
-
-IDLE_SECONDS = 0.2
-"""Between two looks at an empty queue: how much later a job may begin."""
-
-SIGNS_PER_CLAIM = 6
-"""Signs of life that a worker gives before it would count as dead, also while a model is loaded or a document fetched."""
 
 PROGRESS_SECONDS = 0.5
 

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvcdn.digest import ModelTag
+from kvcdn.digest import Digest, ModelTag
 from kvcdn.errors import CorruptError
 from kvcdn.keys import manifest_key
 from kvcdn.manifest import Manifest
 from kvcdn.origin.upkeep.addresses import AddressSet
-from kvcdn.origin.upkeep.catalog import Progress, address_of, block_infos, model_tags, silent
+from kvcdn.origin.upkeep.catalog import Progress, address_of, block_infos, model_tags, read_manifests, silent
 from kvcdn.origin.upkeep.doctor import PROBE_PREFIX
 from kvcdn.origin.upkeep.lease import LEASE_SECONDS, SWEEP_DEAD_SECONDS, Sweep, lease_prefix, sweep_prefix
 from kvcdn.origin.upkeep.references import References
 from kvcdn.origin.upkeep.sweep import Condemned, Sweeper, delete_manifests
-from kvcdn.store import BlobStore
+from kvcdn.store import BlobInfo, BlobStore
 
 GRACE_SECONDS = 24 * 3600.0
 """Age below which blocks without a document stay: whoever interrupted a run within a day can still take it up."""
+
+MANIFESTS_AT_ONCE = 64
+"""Expired ones that are read again and deleted between two looks at the clock."""
 
 
 @dataclass
@@ -89,25 +93,26 @@ class _Run:
         """What expired documents name: no grace is needed, as they were complete."""
 
     def collect(self, grace_seconds: float) -> None:
-        expired: list[str] = []
+        expired: list[tuple[Digest, BlobInfo]] = []
 
         def leave(manifest: Manifest) -> bool:
-            if manifest.expires is None or manifest.expires > self._now:
+            if not self._is_over(manifest):
                 return False
-            expired.append(manifest_key(manifest.tag, manifest.address))
+            key = manifest_key(manifest.tag, manifest.address)
+            expired.append((manifest.blocks[-1].address, BlobInfo(key, 0, 0)))
             self._released.add(block.address for block in manifest.blocks)
             return True
 
         self._references.read(leave=leave)
         self._collected.documents += self._references.manifests
-        self._collected.documents_expired += len(expired)
         garbage = self._garbage(self._now - grace_seconds)
         if self._collected.dry_run:
+            self._collected.documents_expired += len(expired)
             for block in garbage:
                 self._collected.blocks_removed += 1
                 self._collected.bytes_freed += block.size
             return
-        delete_manifests(self._store, expired, self._progress)
+        self._remove(expired)
         sweeper = Sweeper(self._store, self._tag, self._references, self._progress)
         try:
             sweeper.sweep_batches(garbage)
@@ -117,6 +122,26 @@ class _Run:
             self._collected.bytes_freed += swept.bytes
             self._collected.blocks_kept += swept.named
             self._collected.blocks_held += swept.held
+
+    def _is_over(self, manifest: Manifest) -> bool:
+        return manifest.expires is not None and manifest.expires <= self._now
+
+    def _remove(self, expired: Iterable[tuple[Digest, BlobInfo]]) -> None:
+        """Removes manifests whose time is over, each told with its last block.
+
+        Not where a running publisher relies on that block: it may be about to make the manifest anew. One that is there and
+        lasts longer was made anew since it was read.
+        """
+        rest = deque(expired)
+        while rest:
+            with Sweep(self._store, self._tag) as sweep:
+                held = sweep.held()
+                while rest and not sweep.over:
+                    chunk = [rest.popleft() for _ in range(min(MANIFESTS_AT_ONCE, len(rest)))]
+                    again = read_manifests(self._store, (info for last, info in chunk if last not in held))
+                    over = [found.info.key for found in again if found.manifest and self._is_over(found.manifest)]
+                    self._collected.documents_expired += delete_manifests(self._store, over)
+                    self._progress("documents removed", self._collected.documents_expired)
 
     def _garbage(self, newest: float) -> Iterator[Condemned]:
         """Blocks that no manifest names and that were created up to `newest`; counts the others."""

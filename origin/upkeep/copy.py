@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -14,12 +15,12 @@ from kvcdn.errors import CorruptError, NotFoundError, UntrustedError
 from kvcdn.journal import Published
 from kvcdn.keys import block_key
 from kvcdn.manifest import BlockEntry, Manifest
-from kvcdn.origin.upkeep.catalog import Progress, manifest_infos, model_tags, read_manifests, silent
+from kvcdn.origin.upkeep.catalog import Progress, manifest_infos, model_tags, read_manifest, read_manifests, silent
 from kvcdn.origin.upkeep.journal import Journal
 from kvcdn.origin.upkeep.lease import Lease
 from kvcdn.origin.upkeep.whole import BlockState, read_block, read_envelope, read_header
 from kvcdn.signing import SigningKey, TrustList
-from kvcdn.store import BlobStore
+from kvcdn.store import BlobInfo, BlobStore
 
 _AT_ONCE = 4
 """Blocks on the way at once, each in memory: some 16 MB."""
@@ -75,10 +76,10 @@ def copy_documents(
 ) -> Copied:
     """Copies every document of `source`, or those of one model, that `target` lacks.
 
-    What exists at the target is never overwritten, so a copy that was interrupted goes on where it ended. A document that
-    cannot be copied does not stop the others. The target's `journal` is opened for the first document, and told of each before
-    its manifest is there. With a `resigner` the copies are its key's. Raises what the stores raise; UsageError where the
-    source cannot be listed.
+    What exists at the target is not overwritten, so a copy that was interrupted goes on where it ended; only of a document that
+    was made to last longer is the manifest brought over again. A document that cannot be copied does not stop the others. The
+    target's `journal` is opened for the first document, and told of each before its manifest is there. With a `resigner` the
+    copies are its key's. Raises what the stores raise; UsageError where the source cannot be listed.
     """
     copied, opened = Copied(), cache(journal) if journal else None
 
@@ -94,7 +95,7 @@ def copy_documents(
                 try:
                     if listed.manifest is None:
                         raise listed.problem or CorruptError(f"{key}: cannot be read")
-                    _Copy(source, target, pool, copied, record, resigner).copy(key, listed.manifest, listed.data)
+                    _Copy(source, target, pool, copied, record, resigner).copy(listed.info, listed.manifest, listed.data)
                 except _Conflict as conflict:
                     copied.conflicts.append({"object": key, "reason": str(conflict)})
                 except UntrustedError as error:
@@ -126,9 +127,11 @@ class _Copy:
         self._record = record
         self._resigner = resigner
 
-    def copy(self, key: str, manifest: Manifest, data: bytes) -> None:
+    def copy(self, info: BlobInfo, manifest: Manifest, data: bytes) -> None:
         """Copies the document of `manifest` unless the target has it: a manifest that exists is complete."""
-        if self._target.stat(key) is not None:
+        key = info.key
+        there = self._target.stat(key)
+        if there is not None and not self._was_renewed(info, manifest, there):
             self._copied.existed += 1
             return
         if self._resigner:
@@ -146,8 +149,18 @@ class _Copy:
                 data = replace(manifest, blocks=tuple(blocks)).seal(self._resigner.key)
             self._record(Published(manifest.tag, manifest.address, hash_bytes(data), manifest.expires, "copy"))
             lease.require()
+            if there is not None:
+                self._target.delete(key)
             self._target.create(key, [data])
         self._copied.documents += 1
+
+    def _was_renewed(self, info: BlobInfo, manifest: Manifest, there: BlobInfo) -> bool:
+        """Whether the source's manifest was made since the target's, and lasts longer."""
+        if info.modified <= there.modified:
+            return False
+        listed = read_manifest(self._target, there)
+        theirs = listed.manifest if listed else None
+        return theirs is not None and not theirs.lasts(manifest.expires, time.time())
 
     def _block(self, manifest: Manifest, index: int) -> tuple[int, BlockEntry]:
         """Brings one block to the target: its size, or 0 where it was there, and as the target's manifest is to name it."""

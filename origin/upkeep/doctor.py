@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +25,21 @@ SKEW_SECONDS = 300.0
 _PROBE = b"kvcdn doctor: this object may be removed\n" * 100
 _OTHER = b"kvcdn doctor: a second writer\n" * 100
 _RANGE = (1000, 500)
+
+_BEHIND_THE_FIRST_WRITE = (
+    "create only where nothing is",
+    "create only once",
+    "read",
+    "read a range",
+    "list what was written",
+    "clock",
+)
+
+RACERS = 8
+"""Writers at once."""
+
+RACE_SUFFIX = "-race"
+"""Of the object for which they race."""
 
 
 class Role(StrEnum):
@@ -75,7 +91,7 @@ class _TrialError(Exception):
 
 
 def examine(store: BlobStore, role: Role = Role.OPERATOR) -> list[Trial]:
-    """Tries everything that `role` needs. What it writes is one small object, and that it removes."""
+    """Tries everything that `role` needs. What it writes is a few small objects, and those it removes."""
     examination = _Examination(store)
     if not examination.reaches():
         return examination.trials
@@ -156,10 +172,21 @@ class _Examination:
                 raise _TrialError("says that an object of a random name exists already", "this is not an object store we know")
         self._written = self._went_well
         if not self._written:
-            for name in ("create only where nothing is", "read", "read a range", "list what was written", "clock"):
+            for name in (
+                "create only where nothing is",
+                "create only once",
+                "read",
+                "read a range",
+                "list what was written",
+                "clock",
+            ):
                 self._skip(name, "nothing could be written")
             return
         self._tries_to_overwrite()
+        if self._went_well:
+            self._races()
+        else:
+            self._skip("create only once", "conditions are ignored")
         with self._trial("read", "what was written can be read"):
             self._require(self._store.read(self._key) == _PROBE, "other bytes are read than written", "check the server's disk")
         with self._trial("read a range", "a part can be read"):
@@ -171,10 +198,10 @@ class _Examination:
             self._require(listed, "a new object is not listed", "use a server that lists what it has: gc and rm depend on it")
         self._compares_clocks(began)
 
-    def _create(self, data: bytes) -> bool:
+    def _create(self, data: bytes, key: str = "") -> bool:
         if isinstance(self._store, CreatesUnseen):
-            return self._store.create_unseen(self._key, [data])
-        return self._store.create(self._key, [data])
+            return self._store.create_unseen(key or self._key, [data])
+        return self._store.create(key or self._key, [data])
 
     def _tries_to_overwrite(self) -> None:
         with self._trial("create only where nothing is", "a second writer is refused"):
@@ -185,10 +212,32 @@ class _Examination:
                 "a second writer overwrote what was there: conditional writes (If-None-Match: *) are ignored",
                 "use a newer version of this server, or another one: two publishers would damage each other's documents",
             )
-        if not self._went_well:  # the trials that follow read what they wrote
-            with contextlib.suppress(KvcdnError):
-                self._store.delete(self._key)
-                self._create(_PROBE)
+        if self._went_well:
+            return
+        with contextlib.suppress(KvcdnError):  # the trials that follow read what they wrote
+            self._store.delete(self._key)
+            self._create(_PROBE)
+
+    def _races(self) -> None:
+        """Some servers look whether there is an object, and then write: who writes at the same time overwrites."""
+        key = self._key + RACE_SUFFIX
+
+        def write(number: int) -> bool:
+            return self._create(_nth(number), key)
+
+        with self._trial("create only once", f"of {RACERS} writers at once one is first, and stays"):
+            try:
+                with ThreadPoolExecutor(RACERS) as pool:
+                    first = [number for number, won in enumerate(pool.map(write, range(RACERS))) if won]
+                held = self._store.read(key)
+            finally:
+                with contextlib.suppress(KvcdnError):
+                    self._store.delete(key)
+            self._require(
+                len(first) == 1 and held == _nth(first[0]),
+                f"{len(first)} of {RACERS} writers at once were told that they are first",
+                "use a newer version of this server, or another one: two publishers would damage each other's documents",
+            )
 
     def _compares_clocks(self, began: float) -> None:
         with self._trial("clock", "agrees with this machine's"):
@@ -215,3 +264,8 @@ class _Examination:
     def _require(fine: bool, problem: str, hint: str) -> None:  # noqa: FBT001 - an assertion
         if not fine:
             raise _TrialError(problem, hint)
+
+
+def _nth(number: int) -> bytes:
+    """What one of several writers writes."""
+    return b"kvcdn doctor: writer %d\n" % number

@@ -1,4 +1,4 @@
-"""The standing of a published document: are its blocks there, has it expired, who has revoked it.."""
+"""The standing of a published document: are its blocks there, has it expired, who has revoked it."""
 
 from __future__ import annotations
 

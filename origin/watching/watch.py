@@ -11,7 +11,8 @@ from kvcdn.errors import KvcdnError, NotFoundError
 from kvcdn.keys import manifest_key, model_tag
 from kvcdn.origin.jobs.fetching import NO_VALIDATORS
 from kvcdn.origin.jobs.jobs import Job, JobRequest, JobState
-from kvcdn.origin.jobs.queue import JobQueue, QueueFullError
+from kvcdn.origin.jobs.queue import JobQueue
+from kvcdn.origin.jobs.queue_errors import QueueFullError
 from kvcdn.origin.publishing.sources import decode_document
 from kvcdn.origin.upkeep.catalog import read_manifest
 from kvcdn.origin.upkeep.journal import Journal
@@ -27,6 +28,9 @@ TICK_SECONDS = 1.0
 
 STOP_SECONDS = 5.0
 """How long stopping waits for a look: it ends at the next document, but one that is being fetched may take longer."""
+
+RENEWED_AFTER = 0.5
+"""Of a watch's ttl: then a document that is still there is published again, to last longer."""
 
 log = logging.getLogger("kvcdn.origin.watching.watch")
 
@@ -96,11 +100,12 @@ class Watcher:
             log.warning("the watch %s sees nothing: %s", name, error)
             return
         known = self._book.documents(name)
+        aging = set() if self._watch.ttl is None else self._book.aging(name, self._watch.ttl * RENEWED_AFTER)
         try:
             for document in documents:
                 if self._stop.is_set():
                     return
-                self._look_at(document, known.get(document))
+                self._look_at(document, known.get(document), renew=document in aging)
         except QueueFullError as error:
             self._book.end_look(name, len(documents), str(error))
             return
@@ -108,13 +113,13 @@ class Watcher:
             self._book.gone(name, document)
         self._book.end_look(name, len(documents), "")
 
-    def _look_at(self, document: str, before: Known | None) -> None:
+    def _look_at(self, document: str, before: Known | None, *, renew: bool) -> None:
         name = self._watch.name
-        trusted = before is not None and before.terms == self._terms
+        trusted = before is not None and before.terms == self._terms and not renew
         try:
             seen = self._source.look(document, before.validators if before and trusted else NO_VALIDATORS)
             if seen is not None:
-                self._take(document, before, seen)
+                self._take(document, before, seen, renew=renew)
         except NotFoundError:
             self._book.gone(name, document)
         except OvertakenError:
@@ -122,18 +127,18 @@ class Watcher:
         except QueueFullError:
             raise
         except KvcdnError as error:
-            log.warning("the watch %s passes over %s: %s", name, document, error)
-            self._book.failed(name, document, str(error))
+            if self._book.failed(name, document, str(error)):
+                log.warning("the watch %s passes over %s: %s", name, document, error)
         except Exception as error:
             # Nobody thought of it: those behind it are looked at all the same.
             log.exception("the watch %s passes over %s", name, document)
             self._book.failed(name, document, type(error).__name__)
 
-    def _take(self, document: str, before: Known | None, seen: Seen) -> None:
-        """Submits the document if it is another than before. Raises QueueFullError and other KvcdnErrors."""
+    def _take(self, document: str, before: Known | None, seen: Seen, *, renew: bool) -> None:
+        """Submits the document if it is another than before, or to `renew` it. Raises QueueFullError and other KvcdnErrors."""
         name = self._watch.name
         digest = "" if seen.data is None else str(hash_bytes(self._terms.encode("ascii") + seen.data))
-        if before is not None and digest in ("", before.digest):
+        if before is not None and digest in ("", before.digest) and not (renew and digest):
             self._book.same(name, document, self._terms, seen.validators)
             return
         request = self._request(document, decode_document(document, seen.data or b"").text)
@@ -167,7 +172,7 @@ class Watcher:
             try:
                 job = self._queue.get(version.job)
             except NotFoundError:
-                self._book.drop([version.job])
+                self._book.lost(version)  # it was dead for long, or nobody looked for long
                 continue
             if job.state is JobState.PUBLISHED and job.result:
                 self._book.published(

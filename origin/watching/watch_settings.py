@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import enum
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvcdn.errors import UsageError
 from kvcdn.origin.jobs.jobs import MAX_TTL_SECONDS, Window, checked_url
+from kvcdn.origin.publishing.settings import Precision
 from kvcdn.producer import MAX_TEXT
 
 MIN_EVERY_SECONDS = 1.0
 """Between two looks: more often is a loop."""
+
+LOOKS_PER_TTL = 3
+"""A document is renewed at the first look after half of its time: the rest is for the job."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -64,13 +68,24 @@ class WatchSettings(BaseModel):
     remove: bool = Field(default=True, description="Remove old versions after the grace period; or leave them to their ttl.")
     model: str | None = Field(default=None, max_length=512, description="One of the service's models; without it, the first.")
     namespace: str | None = Field(default=None, min_length=1, max_length=64, description="Private namespace; else public.")
-    precision: Literal["native", "int8", "int4"] = Field(default="native", description="How KV is kept.")
+    precision: Precision = Field(default="native", description="How KV is kept.")
     label: str = Field(default="", max_length=MAX_TEXT, description="Public words that the manifests carry.")
     priority: int = Field(default=3, ge=0, le=9, description="Of its jobs.")
     window: Annotated[str, AfterValidator(_checked_window)] | None = Field(
         default=None, description="Hours of UTC in which its jobs may begin, such as 22:00-06:00."
     )
-    ttl: int | None = Field(default=None, ge=1, le=MAX_TTL_SECONDS, description="Seconds from publication to expiry.")
+    ttl: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_TTL_SECONDS,
+        description="Seconds until a document expires that is not seen any more; while it is, it is renewed.",
+    )
+
+    @model_validator(mode="after")
+    def _outlives_looks(self) -> Self:
+        if self.ttl is not None and self.ttl < LOOKS_PER_TTL * self.every:
+            raise ValueError(f"ttl is at least {LOOKS_PER_TTL} times every: a document is renewed at a look")
+        return self
 
 
 def read_watch(value: Any) -> WatchSettings:

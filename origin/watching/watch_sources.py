@@ -15,7 +15,7 @@ from xml.etree.ElementTree import ParseError
 from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import iterparse
 
-from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
+from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.origin.jobs.fetching import NO_VALIDATORS, Validators, fetch_bytes
 from kvcdn.origin.publishing.sources import list_documents
 from kvcdn.origin.watching.watch_settings import WatchKind, WatchSettings
@@ -202,11 +202,6 @@ def _unpacked(data: bytes, what: str) -> bytes:
     if inflater.unconsumed_tail:
         raise UsageError(f"{what} is larger than {MAX_LISTING_BYTES:,} bytes when it is unpacked")
     return plain
-
-
-def is_gone(error: KvcdnError) -> bool:
-    """Whether a document is not there, in contrast to not to be had now."""
-    return isinstance(error, NotFoundError)
 
 
 def _is_url(text: str) -> bool:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcdn.errors import KvcdnError, NotFoundError, UsageError
-from kvcdn.origin.jobs.database import transaction
+from kvcdn.origin.jobs.database import connected, transaction
 from kvcdn.origin.jobs.fetching import Validators
 from kvcdn.origin.jobs.jobs import Job, JobRequest
-from kvcdn.origin.jobs.queue import BUSY_SECONDS, JobQueue
+from kvcdn.origin.jobs.queue import JobQueue
 from kvcdn.origin.jobs.queue_errors import translated
 from kvcdn.origin.watching.watch_settings import WatchSettings
 
@@ -76,6 +76,11 @@ CREATE INDEX IF NOT EXISTS versions_documents ON versions (watch, document);
 CREATE INDEX IF NOT EXISTS versions_digests ON versions (digest);
 CREATE INDEX IF NOT EXISTS versions_states ON versions (state, since);
 CREATE INDEX IF NOT EXISTS watched_digests ON watched (digest);
+CREATE VIEW IF NOT EXISTS watched_failing (watch, document, reason) AS
+    SELECT watch, document, reason FROM watched WHERE reason <> ''
+    UNION ALL
+    SELECT watch, versions.document, 'its job is dead: ' || jobs.reason FROM versions JOIN jobs ON jobs.id = versions.job
+    WHERE versions.state = 'submitted' AND jobs.state = 'dead';
 """
 
 
@@ -113,9 +118,7 @@ class WatchBook:
         self._path, self._queue, self._clock = path, queue, clock
         self._lock = threading.Lock()
         try:
-            self._base = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-            self._base.execute("PRAGMA synchronous = FULL")
-            self._base.executescript(_SCHEMA)
+            self._base = connected(path, _SCHEMA)
         except sqlite3.Error as error:
             raise translated(error, path) from None
 
@@ -213,6 +216,16 @@ class WatchBook:
 
         return self._queue.accept([(TENANT, request)], also=write)[0]
 
+    def aging(self, watch: str, seconds: float) -> set[str]:
+        """Documents whose last version is published, and was so many seconds ago or more."""
+        rows = self._asked(
+            "SELECT document FROM versions last WHERE watch = ?1 AND state = 'current' AND since <= ?2 AND number = "
+            "(SELECT max(number) FROM versions WHERE watch = ?1 AND document = last.document)",
+            watch,
+            self._clock() - seconds,
+        )
+        return {row[0] for row in rows}
+
     def same(self, watch: str, document: str, terms: str, seen: Validators) -> None:
         """The document is what it was, and there (again): a version that was on its way out stays, unless it is too late."""
         with self._writing() as base:
@@ -231,17 +244,18 @@ class WatchBook:
                 (watch, document),
             )
 
-    def failed(self, watch: str, document: str, reason: str) -> None:
-        """It cannot be had, or is nothing that can be published; what was published of it stays.
+    def failed(self, watch: str, document: str, reason: str) -> bool:
+        """It cannot be had, or is nothing that can be published; what was published of it stays. Whether that is news.
 
         It may never have been published: then this is all that anybody learns of it.
         """
         with self._writing() as base:
-            base.execute(
+            changed = base.execute(
                 "INSERT INTO watched (watch, document, digest, terms, etag, modified, reason) VALUES (?, ?, '', '', '', '', ?) "
-                "ON CONFLICT (watch, document) DO UPDATE SET reason = excluded.reason",
+                "ON CONFLICT (watch, document) DO UPDATE SET reason = excluded.reason WHERE reason <> excluded.reason",
                 (watch, document, reason[:MAX_REASON]),
             )
+        return changed.rowcount == 1
 
     def gone(self, watch: str, document: str) -> None:
         """It is not there any more: its versions are on their way out from the first such look on."""
@@ -295,6 +309,24 @@ class WatchBook:
                 "AND number < (SELECT max(number) FROM versions WHERE watch = ?2 AND document = ?3 AND state = 'current')",
                 (now, watch, document),
             )
+            # Earlier ones of the same content are this one: it was published again to last longer, or came back.
+            same = "watch = ?1 AND document = ?2 AND digest = (SELECT digest FROM versions WHERE number = ?3) AND number < ?3"
+            same += " AND state IN ('current', 'old')"
+            base.execute(
+                f"UPDATE versions SET own = 1 WHERE number = ?3 AND EXISTS (SELECT 1 FROM versions WHERE {same} AND own)",  # noqa: S608 - constants
+                (watch, document, number),
+            )
+            base.execute(f"DELETE FROM versions WHERE {same}", (watch, document, number))  # noqa: S608 - constants
+
+    def lost(self, version: Version) -> None:
+        """Nobody knows any more what has become of a version's job: its document is looked at as if for the first time."""
+        with self._writing() as base:
+            base.execute(
+                "UPDATE watched SET digest = '', terms = '', etag = '', modified = '' WHERE watch = ?1 AND document = ?2 "
+                "AND ?3 = (SELECT job FROM versions WHERE watch = ?1 AND document = ?2 ORDER BY number DESC LIMIT 1)",
+                (version.watch, version.document, version.job),
+            )
+        self.drop([version.job])
 
     def drop(self, jobs: Sequence[str]) -> None:
         """Forgets versions: they are removed, or never came to be. Documents that are gone, and have none left, with them."""
@@ -328,7 +360,7 @@ class WatchBook:
         """What is shown of every watch."""
         rows = self._asked(
             "SELECT name, next, looked, documents, reason, (SELECT count(*) FROM watched WHERE watch = name AND gone IS NULL), "
-            "(SELECT count(*) FROM watched WHERE watch = name AND reason <> ''), "
+            "(SELECT count(*) FROM watched_failing WHERE watch = name), "
             "(SELECT count(*) FROM versions WHERE watch = name AND state = 'submitted'), "
             "(SELECT count(*) FROM versions WHERE watch = name AND state = 'current'), "
             "(SELECT count(*) FROM versions WHERE watch = name AND state = 'old'), "
@@ -346,7 +378,7 @@ class WatchBook:
 
     def _failures(self, watch: str) -> list[dict[str, str]]:
         found = self._asked(
-            "SELECT document, reason FROM watched WHERE watch = ? AND reason <> '' ORDER BY document LIMIT ?",
+            "SELECT document, reason FROM watched_failing WHERE watch = ? ORDER BY document LIMIT ?",
             watch,
             SHOWN_FAILURES,
         )

@@ -17,9 +17,9 @@ POLL_SECONDS = 0.01
 T = TypeVar("T")
 
 
-def until(look: Callable[[], T], seen: Callable[[], object] | None = None) -> T:
+def until(look: Callable[[], T], seen: Callable[[], object] | None = None, seconds: float = WAIT_SECONDS) -> T:
     """Looks again and again until what `look` gives is true, and gives that; fails with what is `seen`, or was given last."""
-    deadline = time.monotonic() + WAIT_SECONDS
+    deadline = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < deadline, found if seen is None else seen()
         time.sleep(POLL_SECONDS)
