@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings import EnvSettingsSource, SettingsConfigDict
 
 from kvcdn.access.allowance import Limits
 from kvcdn.access.listening import ListenAddress
-from kvcdn.access.tokens import AUDIENCE
+from kvcdn.access.settings import AccessSettings
 from kvcdn.settings import SettingsSources
 from kvcdn.sizes import parse_size
 
@@ -81,7 +81,7 @@ class TenantLimits(BaseModel):
         return Limits(self.requests_per_second, self.bytes_per_second, self.bytes_per_day)
 
 
-class EdgeSettings(BaseSettings):
+class EdgeSettings(AccessSettings):
     """Everything an edge is told. Read at the start; on SIGHUP once more, for what can change (`RELOADABLE`)."""
 
     model_config = SettingsConfigDict(
@@ -134,12 +134,6 @@ class EdgeSettings(BaseSettings):
         le=3600,
         description="How often the origins are asked for what those on the trust list revoke. 0 does without.",
     )
-    token: SecretStr | None = Field(default=None, description="Bearer token of whoever may do everything.")
-    token_file: Path | None = Field(default=None, description="File that holds the token, in place of `token`.")
-    issuers_file: Path | None = Field(
-        default=None, description="Whose tokens and links are taken: a public key a line. `kvcdn token` makes tokens."
-    )
-    audience: str = Field(default=AUDIENCE, min_length=1, max_length=128, description="The `aud` that tokens must name.")
     model_names: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{32}$")]] = Field(
         default_factory=dict, description="Names by which tokens may call models, each with the model's tag."
     )
@@ -151,12 +145,6 @@ class EdgeSettings(BaseSettings):
         default_factory=TenantLimits, description="What each tenant may use that `tenants` does not name."
     )
     tenants: dict[str, TenantLimits] = Field(default_factory=dict, description="What single tenants may use.")
-    tls_cert: Path | None = Field(default=None, description="Certificate chain in PEM: speak HTTPS, and nothing else.")
-    tls_key: Path | None = Field(default=None, description="The certificate's private key in PEM.")
-    insecure_http: bool = Field(
-        default=False,
-        description="Listen in plain HTTP on more than loopback. Asks for tokens, which then travel unencrypted.",
-    )
     admin_listen: Annotated[str | None, AfterValidator(lambda text: text and _checked_listen(text))] = Field(
         default=None, description="HOST:PORT of metrics and administration. Without it they are where objects are."
     )
@@ -194,12 +182,6 @@ class EdgeSettings(BaseSettings):
     ready_file: Path | None = Field(
         default=None, description="Written, once the edge accepts connections, with its URL: for whoever started it."
     )
-
-    @model_validator(mode="after")
-    def _tls_is_whole(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together")
-        return self
 
     @model_validator(mode="after")
     def _quarantine_is_a_part(self) -> Self:

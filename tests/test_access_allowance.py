@@ -86,9 +86,13 @@ def test_a_damaged_account_is_forgotten(value: object) -> None:
 
 
 def test_a_clock_that_goes_back_gives_nothing() -> None:
-    """Nor takes anything."""
-    allowances = Allowances(Limits(requests_per_second=1))
+    """Nor takes anything: who waited is admitted by the clock of then."""
+    allowances = Allowances(Limits(requests_per_second=1, bytes_per_second=100))
     while allowances.admit(ACME, NOON) is None:
         pass
-    assert allowances.admit(ACME, NOON - 100) is not None
+    assert allowances.admit(ACME, NOON - 7200) is not None
+    assert allowances.admit(ACME, NOON - 7198) is None
+    allowances.charge("acme", 1000, NOON - 7198)
+    assert allowances.admit(ACME, NOON - 7197) is not None
+    assert allowances.admit(ACME, NOON - 7180) is None
     assert allowances.admit(ACME, NOON + 2) is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import string
 
 import jwt
 import pytest
@@ -163,10 +165,22 @@ def test_a_link_permits_to_read_its_object(tenant: str, seconds: int) -> None:
 def test_a_changed_link_is_refused(position: int, change: int) -> None:
     """Whatever byte of it is another."""
     query = bytearray(sign_link(KEY, PATH, tenant="acme", seconds=60, now=NOW).encode())
-    position %= len(query) - 1
+    position %= len(query)
     query[position] ^= change
     with pytest.raises(UntrustedError):
         verify_link(PATH, query.decode("latin-1"), ISSUERS, NOW)
+
+
+def test_a_link_has_one_text_form() -> None:
+    """What its last character has beyond the signature is no room for others."""
+    query = sign_link(KEY, PATH, tenant="acme", seconds=60, now=NOW)
+    alphabet = string.ascii_letters + string.digits + "-_"
+    passed = []
+    for last in alphabet:
+        with contextlib.suppress(UntrustedError):
+            verify_link(PATH, query[:-1] + last, ISSUERS, NOW)
+            passed.append(last)
+    assert [query[-1]] == passed
 
 
 def test_a_link_is_for_one_path_and_by_a_known_issuer() -> None:

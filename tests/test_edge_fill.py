@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from kvcdn.edge.http.outcome import REMEMBERED_SECONDS, Reason
 from kvcdn.envelope import PREAMBLE_BYTES
 from kvcdn.signing import SigningKey
 from kvcdn.stores.folder import FolderStore
+from kvcdn.stores.http import HttpStore
 from kvcdn.stores.memory import MemoryStore
 from support.blocks import Document, make_document
 from support.edge_process import (
@@ -479,14 +481,10 @@ def test_a_file_cut_while_it_is_sent_ends_the_connection(tmp_path: Path) -> None
 
 def test_an_origin_that_drips_is_given_up(document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill has an end in time, whatever the origin does."""
-    # Long enough for a busy machine to begin.
-    monkeypatch.setattr("kvcdn.edge.fills.arrival.FILL_SECONDS", 2.0)
+    monkeypatch.setattr("kvcdn.edge.fills.arrival.FILL_SECONDS", -1.0)
     monkeypatch.setattr("kvcdn.edge.fills.arrival.SLOWEST_BYTES_PER_SECOND", 10**9)
-    store = _published(document)
     key, _ = _first(document)
-    store.go.clear()
-    with edge_in_thread(store, tmp_path / "cache") as edge:
-        threading.Timer(3.0, store.go.set).start()
+    with edge_in_thread(_published(document), tmp_path / "cache") as edge:
         assert 200 == ask_part(edge.url, f"/{key}").status
         reply = ask(edge.url, f"/{key}")
         assert (504, True) == (reply.status, b"takes too long" in reply.body)
@@ -587,3 +585,49 @@ def test_folders_that_vanish_are_made_again(document: Document, tmp_path: Path, 
             assert document.objects[key] == ask(edge.url, f"/{key}").body
         settle(edge.url)
         assert sorted(key[-64:] for key in keys) == sorted(path.name[:64] for path in object_files(cache))
+
+
+LENGTHS: dict[str, Callable[[int], int]] = {
+    "one byte more": lambda size: size + 1,
+    "far more": lambda size: size + (1 << 40),
+    "one byte less": lambda size: size - 1,
+    "half": lambda size: size // 2,
+}
+
+
+@pytest.mark.parametrize("kind", ["block", "manifest"])
+@pytest.mark.parametrize("announced", LENGTHS)
+def test_an_origin_that_announces_another_length_is_found_out_at_once(
+    document: Document, tmp_path: Path, announced: str, kind: str
+) -> None:
+    """The envelope tells: 502 and no broken body, no range asked for, nothing waited for; the next origin has the object.
+
+    The server keeps the connection open behind what it sends.
+    """
+    key, data = _first(document) if kind == "block" else (document.manifest_key, document.manifest_bytes)
+    store = MemoryStore()
+    document.publish(store)
+    with running_web(store) as web:
+        web.bend = lambda answer: replace(
+            answer, headers={**answer.headers, "Content-Length": str(LENGTHS[announced](len(answer.body)))}
+        )
+        with edge_in_thread(HttpStore(web.url), tmp_path / "one") as edge:
+            reply = ask(edge.url, f"/{key}")
+            assert (502, True) == (reply.status, "corrupt" in reply.headers["Cache-Status"])
+            assert (0, 0) == (disk_bytes(tmp_path / "one"), edge.cache.used)
+        assert [None, None] == [headers.get("Range") for _, _, headers in web.requests]
+        with edge_in_thread(HttpStore(web.url), tmp_path / "two", store) as edge:
+            assert (200, data) == ((reply := ask(edge.url, f"/{key}")).status, reply.body)
+            settle(edge.url)
+            assert 1 == len(object_files(tmp_path / "two"))
+
+
+def test_a_file_of_another_length_in_a_folder_is_no_object(document: Document, tmp_path: Path) -> None:
+    """As over HTTP: 502 before readers were promised anything."""
+    key, data = _first(document)
+    FolderStore(tmp_path / "longer").create(key, [data, b"x"])
+    FolderStore(tmp_path / "shorter").create(key, [data[:-1]])
+    for folder in ("longer", "shorter"):
+        with edge_in_thread(FolderStore(tmp_path / folder), tmp_path / f"cache-{folder}") as edge:
+            assert 502 == ask(edge.url, f"/{key}").status
+            assert 0 == disk_bytes(tmp_path / f"cache-{folder}")

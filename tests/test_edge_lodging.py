@@ -30,6 +30,7 @@ from kvcdn.edge.fills.origins import Origin, Origins
 from kvcdn.edge.fills.revocations import Revoked
 from kvcdn.edge.http.outcome import Reason, Refusal
 from kvcdn.edge.http.target import ObjectName
+from kvcdn.edge.reads import fetch
 from kvcdn.edge.reads.fetch import Fetcher
 from kvcdn.edge.telemetry.metrics import Metrics
 from kvcdn.stores.memory import MemoryStore
@@ -241,3 +242,111 @@ def _nothing_taken(eviction: Eviction, guests: Guests, memory: Memory) -> bool:
     """But by guests that are here."""
     held = sum(charge(guest.fill.size) for guest in list(guests._held.values()))
     return (0, held, MEMORY_BYTES) == (eviction.reserved, guests._taken, memory._left)
+
+
+class Calls:
+    """Stands in for threads: calls run, and their ends are told, when a test says so, in any order; or there are no threads."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.waiting: list[tuple[asyncio.Future[Any], Callable[[], Any]]] = []
+        self.ended: list[Callable[[], None]] = []
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._rng.random() < 0.1:
+            future.set_exception(RuntimeError("can't start new thread"))
+        else:
+            self.waiting.append((future, partial(function, *args)))
+        return future
+
+    def run(self) -> None:
+        """Runs a call, if one waits."""
+        if self.waiting:
+            future, call = self.waiting.pop(self._rng.randrange(len(self.waiting)))
+            try:
+                self.ended.append(partial(future.set_result, call()))
+            except Exception as error:  # noqa: BLE001 - every end of a call is its caller's to see
+                self.ended.append(partial(future.set_exception, error))
+
+    def tell(self) -> None:
+        """Tells of the end of a call, if one has ended."""
+        if self.ended:
+            self.ended.pop(self._rng.randrange(len(self.ended)))()
+
+
+async def _fill_in_some_order(
+    names: list[ObjectName], calls: Calls, fetcher: Fetcher, cache: DiskCache, rng: random.Random
+) -> None:
+    """Until no fill runs and no call is out."""
+    running: list[tuple[Fill, asyncio.Task[None]]] = []
+    for _ in range(rng.randrange(60)):
+        match rng.randrange(8):
+            case 0 | 1:
+                fill = Fill(rng.choice(names), 300)
+                running.append((fill, asyncio.create_task(fetcher._run(fill))))
+            case 2 if running:
+                rng.choice(running)[1].cancel()
+            case 3 if running:
+                rng.choice(running)[0].cut(Refusal(Reason.REVOKED, ""))
+            case 4 if running:
+                rng.choice(running)[0].wanted = False
+            case 5 | 6:
+                calls.run()
+            case _:
+                calls.tell()
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+        assert cache.used + cache._eviction.reserved <= cache.capacity
+    while not all(task.done() for _, task in running) or calls.waiting or calls.ended:
+        calls.run()
+        calls.tell()
+        await asyncio.sleep(0)
+    for _ in range(3):  # what is called back when a call or task has ended
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_whatever_ends_when_all_room_is_back_at_once(
+    documents: list[Document], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Fills that are cut, disowned and cancelled, threads that end before, after or never begin: in every order the same.
+
+    The cap holds at each step, and nothing is waited for: when no fill runs and no call is out, no room is.
+    """
+    monkeypatch.setattr(lodging, "ASIDE_BYTES", AHEAD)
+    monkeypatch.setattr(lodging, "ASIDE_SHARE", 2 if ahead else 1 << 40)
+    store = MemoryStore()
+    for document in documents[:2]:
+        document.publish(store)
+    damaged, data = next(iter(documents[2].blocks.items()))
+    store.create(damaged, [data[:-1] + bytes([data[-1] ^ 1])])
+    keys = [key for document in documents[:3] for key in document.objects]
+    names = [name for key in keys if (name := ObjectName.from_path(f"/{key}"))]
+
+    async def live(rng: random.Random, cache: DiskCache) -> None:
+        calls = Calls(rng)
+        monkeypatch.setattr(lodging, "begin_in_thread", calls.begin)
+        monkeypatch.setattr(fetch, "begin_in_thread", calls.begin)
+        fetcher = Fetcher(Origins([store]), cache, Revoked(None, None), Metrics())
+        fetcher._guests.limit = cache.capacity // 2
+        monkeypatch.setattr(fetcher, "_keeps", lambda _: rng.random() < 0.7)
+        monkeypatch.setattr(fetcher, "_sources", lambda _: (Origin(store, authority=rng.random() < 0.7),))
+        await _fill_in_some_order(names, calls, fetcher, cache, rng)
+        gc.collect()
+        assert _nothing_taken(cache._eviction, fetcher._guests, fetcher._lodgings._memory)
+        fetcher._guests.drop(lambda _: True)
+        cache.delete_removed()
+
+    @settings(max_examples=25, deadline=None)
+    @given(rng=st.randoms(use_true_random=False))
+    def holds(rng: random.Random) -> None:
+        folder = tmp_path_factory.mktemp("order")
+        cache = DiskCache(folder, 1 << 20)
+        asyncio.run(live(rng, cache))
+        assert [] == list((folder / "staging").iterdir())
+        files = object_files(folder)
+        assert (len(files), cache.used) == (len(cache), sum(charge(path.stat().st_size) for path in files))
+        cache.close()
+
+    holds()

@@ -1,5 +1,5 @@
 """Faults that users of other HTTP caches have reported in public, replayed: nginx, Varnish, Traffic Server, Squid, Envoy,
-Souin, Tempesta and small servers."""
+Souin, Tempesta, Flathub's and small servers."""
 
 from __future__ import annotations
 
@@ -299,3 +299,52 @@ def test_hotaru_28_what_is_behind_a_body_that_is_too_long_is_no_request(edge: Se
                 received += piece
     assert 1 == received.count(b"HTTP/1.1 ")
     assert received.startswith(b"HTTP/1.1 4")
+
+
+def test_flathub_10172_more_announced_than_there_is_is_no_object(document: Document, web: Web, edge: ServingEdge) -> None:
+    """The whole is announced as 126,509 bytes longer than it is, ranges tell the truth: no answer breaks off half-way."""
+    key, data = next(iter(document.blocks.items()))
+    announced = {"Content-Length": str(len(data) + 126_509), "Connection": "close"}
+    web.bend = lambda answer: replace(answer, headers={**answer.headers, **announced}) if answer.status == 200 else answer
+    for headers in ({}, _range(len(data) - 10, len(data) + 126_000)):
+        assert 502 == ask(edge.url, f"/{key}", headers=headers).status
+    assert 0 == len(edge.cache)
+    web.bend = None
+    until(lambda: ask(edge.url, f"/{key}").status == 200)
+    assert data == ask(edge.url, f"/{key}").body
+
+
+@pytest.mark.parametrize("cut", [0.5, 1.0])
+def test_squid_4735_chunks_without_an_end_are_not_kept_as_a_whole(
+    document: Document, web: Web, edge: ServingEdge, cut: float
+) -> None:
+    """The origin's connection ends before the last chunk, in the middle of the body or behind all of it."""
+    key, data = next(iter(document.blocks.items()))
+    part = data[: int(len(data) * cut)]
+    chunked = {"Content-Length": "", "Transfer-Encoding": "chunked", "Connection": "close"}
+    web.bend = lambda _: Answer(200, chunked, b"%x\r\n%b\r\n" % (len(part), part))
+    assert ask(edge.url, f"/{key}").status in (502, 504)
+    assert (0, 0) == (len(edge.cache), edge.cache.used)
+    web.bend = None
+    until(lambda: ask(edge.url, f"/{key}").status == 200)
+    assert data == ask(edge.url, f"/{key}").body
+
+
+def test_trafficserver_8779_an_object_that_comes_back_empty_is_neither_the_old_one_nor_empty(
+    document: Document, web: Web, tmp_path: Path
+) -> None:
+    """Purged here and 0 bytes long at the origin since: no 200, and the connection goes on."""
+    key, data = next(iter(document.blocks.items()))
+    with edge_in_thread(HttpStore(web.url), tmp_path / "cache", admin_listen="127.0.0.1:0") as edge:
+        assert data == ask(edge.url, f"/{key}").body
+        settle(edge.admin_url)
+        purged = ask(edge.admin_url, "/v1/purge", "POST", {"Content-Type": "application/json"}, b'{"all": true}')
+        assert (200, 1) == (purged.status, purged.json()["objects"])
+        web.bend = lambda answer: replace(answer, body=b"") if answer.status == 200 else answer
+        with contextlib.closing(connect(edge.url)) as connection:
+            assert (502, 502, 200) == (
+                exchange(connection, f"/{key}").status,
+                exchange(connection, f"/{key}", headers=_range(0, 9)).status,
+                exchange(connection, "/healthz").status,
+            )
+        assert (0, 0) == (len(edge.cache), edge.cache.used)

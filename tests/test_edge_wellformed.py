@@ -95,6 +95,13 @@ def test_other_versions_are_answered_in_ours(edge: RunningEdge, path: bytes, lin
     assert received.startswith((b"HTTP/1.1 505 ", b"HTTP/1.0 400 "))
 
 
+@pytest.mark.parametrize("first", [b"Bearer x", b"Basic eDp4", b""])
+def test_two_authorizations_are_refused(edge: RunningEdge, path: bytes, first: bytes) -> None:
+    """One of them may be what a proxy before us has looked at."""
+    head = b"GET " + path + b" HTTP/1.1\r\n" + HOST + b"Authorization: " + first + b"\r\nauthorization: Bearer y\r\n"
+    assert b"400" == _refused(edge, head + END)
+
+
 @pytest.mark.parametrize("coding", [b"gzip, chunked", b"deflate, chunked"])
 def test_transfer_codings_that_nobody_here_knows_are_refused(edge: RunningEdge, path: bytes, coding: bytes) -> None:
     """RFC 9112 section 6.1."""

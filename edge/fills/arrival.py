@@ -8,7 +8,6 @@ held against the hashes of the one envelope that readers were promised.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from collections import Counter
@@ -21,7 +20,7 @@ from kvcdn.edge.fills.origins import Giver, Origin, close_pieces, graver
 from kvcdn.edge.http.target import ObjectName
 from kvcdn.errors import CorruptError, IntegrityError, KvcdnError, NotFoundError, UnavailableError
 from kvcdn.signing import TrustList
-from kvcdn.stores.span import begun
+from kvcdn.stores.span import Pieces, begun
 
 FILL_SECONDS = 60.0
 """What any fill may take."""
@@ -77,6 +76,7 @@ class Arrival:
                 try:
                     first = read_head(name, pieces)
                     head = inspect_head(name, first, trust)
+                    _require_size(name, head, origin, pieces)
                 except BaseException:
                     close_pieces(pieces)
                     raise
@@ -131,19 +131,41 @@ class Arrival:
                 self.resumes += 1
                 if origin is self.origin:
                     time.sleep(RESUME_PAUSE_SECONDS * 2**self.resumes * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
-                with contextlib.suppress(KvcdnError):
-                    self._pieces = origin.stream(self._name.key, self.head.body.verified)
-                    self._given = self.given()
-                    self.origin = origin
-                    self.head.body.restart()
-                    return self.head.body.verified
+                try:
+                    self._pieces = self._reopened(origin)
+                except KvcdnError as error:
+                    origin.accuse(error)
+                    continue
+                self._given = self.given()
+                self.origin = origin
+                self.head.body.restart()
+                return self.head.body.verified
         raise failure
+
+    def _reopened(self, origin: Origin) -> Iterator[bytes]:
+        """What `origin` has of the object behind the frontier."""
+        pieces = origin.stream(self._name.key, self.head.body.verified)
+        try:
+            _require_size(self._name, self.head, origin, pieces)
+        except CorruptError:
+            close_pieces(pieces)
+            raise
+        return pieces
 
     def _check_time(self, stopping: Event) -> None:
         if stopping.is_set():
             raise UnavailableError(f"{self._name}: the edge is stopping")
         if time.monotonic() > self.deadline:
             raise UnavailableError(f"{self._name}: the origin takes too long to send {self.head.size:,} bytes")
+
+
+def _require_size(name: ObjectName, head: ObjectHead, origin: Origin, pieces: Iterator[bytes]) -> None:
+    """Raises CorruptError where `origin` announces another length than the object has, be it too much or too little.
+
+    Nobody was promised anything yet; and for what is said to come behind an object's end a fill would wait long.
+    """
+    if isinstance(pieces, Pieces) and pieces.size != head.size:
+        raise CorruptError(f"{name}: {origin.url} says that it has {pieces.size:,} bytes, its envelope says {head.size:,}")
 
 
 def _joined(first: bytes, rest: Iterator[bytes]) -> Generator[bytes, None, None]:

@@ -31,7 +31,6 @@ class Fill:
         self.spool: Spool | None = None
         self.size = 0
         self.etag = ""
-        self.tokens = 0
         self.stored = False
         """Whether the object is meant for the cache."""
         self.wanted = True

@@ -96,9 +96,12 @@ class Lodgings:
                 self.leave(lodging)
 
     def leave(self, lodging: Lodging) -> None:
-        """Nothing is written there after all."""
+        """Nothing is to lie there after all."""
         lodging.staging.discard()
-        self.give_back(lodging)
+        if lodging.room is not None:
+            self._cache.release(lodging.room)
+        elif lodging.guest:
+            self._guests.release(lodging.size)
 
     async def find(self, name: ObjectName, size: int, *, guest: bool, early: Lodging | None = None) -> Lodging:
         """A place for an object, `early` if that will do; `guest` where it is not to stay. Raises OSError."""
@@ -110,20 +113,13 @@ class Lodgings:
         return found or Lodging(await _made(lambda: Staging.passing(size, self._memory)), size)
 
     def settle(self, lodging: Lodging, fill: Fill, *, kept: bool) -> None:
-        """The thread that wrote has ended; `kept`: the object is whole, and durable where it is to stay."""
+        """Nobody writes there any more; `kept`: the object is whole, and durable where it is to stay."""
         if not kept:
-            self.give_back(lodging)
+            self.leave(lodging)
         elif lodging.room is not None:
             self._cache.commit(lodging.room, fill.etag, fill.tokens)
         elif lodging.guest:
             self._guests.hold(fill)
-
-    def give_back(self, lodging: Lodging) -> None:
-        """Nothing lies there."""
-        if lodging.room is not None:
-            self._cache.release(lodging.room)
-        elif lodging.guest:
-            self._guests.release(lodging.size)
 
     async def _in_cache(self, name: ObjectName, size: int) -> Lodging | None:
         """After making room where the disk is full below the cap."""

@@ -21,7 +21,7 @@ from kvcdn.edge.telemetry.tracing import Span, SpanKind, Tracing, begin
 from kvcdn.errors import IntegrityError, KvcdnError, NotFoundError, RevokedError, UnavailableError
 from kvcdn.store import BlobInfo, BlobStore
 from kvcdn.stores.http import HttpStore
-from kvcdn.stores.span import begun
+from kvcdn.stores.span import Pieces, begun
 
 T = TypeVar("T")
 
@@ -106,7 +106,10 @@ class Origin:
         return found
 
     def stream(self, key: str, start: int = 0) -> Iterator[bytes]:
-        """The object's pieces from `start`; a generator. Raises, at the call, NotFoundError and UnavailableError."""
+        """The object's pieces from `start`, `Pieces` where the store told its size.
+
+        It is a generator or the like. Raises, at the call, NotFoundError and UnavailableError.
+        """
         self._admit()
         span = self._span("get")
         try:
@@ -115,7 +118,8 @@ class Origin:
         except KvcdnError as error:
             span.end(error="" if isinstance(error, NotFoundError) else type(error).__name__)
             raise
-        return begun(self._pieces(pieces, span))
+        watched = self._pieces(pieces, span)
+        return Pieces(watched, pieces.size) if isinstance(pieces, Pieces) else begun(watched)
 
     def _span(self, operation: str) -> Span:
         kind = "origin" if self.authority else "peer"

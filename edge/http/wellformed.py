@@ -65,6 +65,13 @@ def find_fault(request: web.BaseRequest) -> Fault | None:
     host = request.headers.get("Host")
     if host is not None and not HOST.fullmatch(host):
         return Fault(400, "the Host field holds no host")
+    if len(request.headers.getall("Authorization", ())) > 1:
+        # RFC 9110 section 5.3: it is no list, and whoever came before us may have looked at the other.
+        return Fault(400, "there is more than one Authorization field")
+    return _coding_fault(request)
+
+
+def _coding_fault(request: web.BaseRequest) -> Fault | None:
     coding = ",".join(request.headers.getall("Transfer-Encoding", ()))
     if coding and request.version == HttpVersion10:
         # RFC 9112 section 6.1: whoever came before us may have taken what is in chunks for the next request.

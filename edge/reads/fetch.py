@@ -315,7 +315,7 @@ class Fetcher:
             self._lodgings.leave(lodging)
             raise
         landing = begin_in_thread(_land, arrival, lodging.staging, self._stopping, fill, _told(fill))
-        landing.add_done_callback(lambda done: self._landed(fill, lodging, done))
+        landing.add_done_callback(lambda done: self._landed(fill, arrival, lodging, done))
         try:
             # A thread that hangs keeps its room until it ends: what it may still write is counted.
             kept = await asyncio.shield(landing)
@@ -327,9 +327,11 @@ class Fetcher:
         fill.require_uncut()
         fill.finish()
 
-    def _landed(self, fill: Fill, lodging: Lodging, landing: asyncio.Future[bool]) -> None:
-        """The thread that filled has ended."""
+    def _landed(self, fill: Fill, arrival: Arrival, lodging: Lodging, landing: asyncio.Future[bool]) -> None:
+        """The thread that filled has ended, or there was none to be had."""
         kept = not landing.cancelled() and landing.exception() is None and landing.result()
+        if not kept:
+            arrival.abandon()
         self._lodgings.settle(lodging, fill, kept=kept)
         if kept and (not fill.wanted or self._revoked.refusal(fill.name, fill.publisher) is not None):
             self._guests.drop(lambda guest: guest is fill)

@@ -24,12 +24,7 @@ class Guard(guard.Guard):
     @classmethod
     def of(cls, settings: EdgeSettings) -> Self:
         """The guard `settings` ask for. Raises UsageError where they would leave the edge open to the network."""
-        token = settings.token.get_secret_value() if settings.token else None
-        made = cls(
-            guard.read_token(token, settings.token_file, ENV_PREFIX),
-            guard.read_issuers(settings.issuers_file),
-            settings.audience,
-        )
+        made = cls.told(settings, ENV_PREFIX)
         for name, listen in (("listen", settings.address), ("admin_listen", settings.admin_address)):
             if listen is not None:
                 made.require_safe(name, listen, tls=settings.tls_cert is not None, insecure_http=settings.insecure_http)

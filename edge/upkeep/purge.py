@@ -74,13 +74,19 @@ async def purge(chosen: Callable[[str], bool], cache: DiskCache, fetcher: Fetche
     """Deletes all objects whose keys are `chosen`, as of now; on return their files are gone."""
     fetcher.disown(chosen)
     presence.forget(chosen)
+    sizes = await delete_chosen(chosen, cache)
+    return Purged(len(sizes), sum(sizes))
+
+
+async def delete_chosen(chosen: Callable[[str], bool], cache: DiskCache) -> list[int]:
+    """Deletes what the cache holds, as of now, under `chosen` keys: the sizes, once the files are gone. The loop goes on."""
     sizes: list[int] = []
     keys = iter(cache.snapshot())
     while some := list(islice(keys, KEYS_TOGETHER)):
         sizes += cache.remove(key for key in some if chosen(key))
         await asyncio.sleep(0)
     await in_thread(cache.delete_removed)
-    return Purged(len(sizes), sum(sizes))
+    return sizes
 
 
 def _texts(values: list[Any], kind: type[FixedBytes]) -> frozenset[str]:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import AsyncIterator, Iterable
-from itertools import islice
 
 from kvcdn.edge.disk.storage import DiskCache, Harm
 from kvcdn.edge.fills.inspection import inspect_head
@@ -20,11 +19,9 @@ from kvcdn.edge.http.sending import FileBody
 from kvcdn.edge.http.target import ObjectName
 from kvcdn.edge.reads.fetch import Fetcher
 from kvcdn.edge.threads import in_thread
+from kvcdn.edge.upkeep.purge import delete_chosen
 from kvcdn.envelope import MAX_ENVELOPE_BYTES
 from kvcdn.errors import UntrustedError
-
-KEYS_TOGETHER = 4096
-"""Keys looked at between two turns of the loop: a millisecond or two."""
 
 log = logging.getLogger("kvcdn.edge.fills.revocations")
 
@@ -61,7 +58,8 @@ class Recall:
         for body, name in list(self._sending.items()):
             if self.revoked.covers(name.key) or (changed and await in_thread(self._is_revoked, name, body)):
                 body.cut()
-        await self._delete()
+        revoked = await delete_chosen(self.revoked.covers, self._cache)
+        self._cache.dropped[Harm.REVOKED] += len(revoked)
         if changed:
             await self._stop()
             self._sweep = asyncio.create_task(self._confirm(self._cache.snapshot()), name="recall")
@@ -75,14 +73,6 @@ class Recall:
         except Exception as error:  # noqa: BLE001 - the file is closed by now, or its fill goes on and is looked at as such
             log.debug("cannot look at %s: %s", name, error)
         return False
-
-    async def _delete(self) -> None:
-        keys = iter(self._cache.snapshot())
-        while some := list(islice(keys, KEYS_TOGETHER)):
-            sizes = self._cache.remove(key for key in some if self.revoked.covers(key))
-            self._cache.dropped[Harm.REVOKED] += len(sizes)
-            await asyncio.sleep(0)
-        await in_thread(self._cache.delete_removed)
 
     async def _confirm(self, keys: Iterable[str]) -> None:
         """Reads the envelopes of all that is cached; those of publishers who are trusted no more are dropped."""

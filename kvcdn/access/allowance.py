@@ -61,7 +61,8 @@ class _Bucket:
 
     def _refill(self, now: float) -> None:
         self._level = min(self._level + self.rate * max(0.0, now - self._at), max(self.rate * BURST_SECONDS, 1.0))
-        self._at = max(now, self._at)
+        # Also when the clock was set back: a bucket that waits for the old time would refuse everybody until then.
+        self._at = now
 
 
 class _Account:

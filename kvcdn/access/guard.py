@@ -11,10 +11,12 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 from kvcdn.access.grant import EVERYTHING, Grant
 from kvcdn.access.links import verify_link
 from kvcdn.access.listening import ListenAddress
+from kvcdn.access.settings import AccessSettings
 from kvcdn.access.tokens import TokenVerifier
 from kvcdn.errors import UntrustedError, UsageError
 from kvcdn.signing import TrustList
@@ -42,6 +44,12 @@ class Guard:
         self._issuers = issuers
         self._verifier = None if issuers is None else TokenVerifier(issuers, audience, clock)
         self._clock = clock
+
+    @classmethod
+    def told(cls, settings: AccessSettings, env_prefix: str) -> Self:
+        """The guard that `settings` ask for; the prefix is that of their variables. Raises UsageError."""
+        token = settings.token.get_secret_value() if settings.token else None
+        return cls(read_token(token, settings.token_file, env_prefix), _read_issuers(settings.issuers_file), settings.audience)
 
     def require_safe(self, name: str, listen: ListenAddress, *, tls: bool, insecure_http: bool) -> None:
         """Raises UsageError where a service that listens there, by the setting `name`, would be open to the network."""
@@ -110,7 +118,7 @@ def read_token(token: str | None, token_file: Path | None, env_prefix: str) -> s
     return token
 
 
-def read_issuers(path: Path | None) -> TrustList | None:
+def _read_issuers(path: Path | None) -> TrustList | None:
     """Whose tokens and links are taken; None where a service was told of nobody. Raises UsageError."""
     if path is None:
         return None

@@ -26,9 +26,6 @@ LEEWAY_SECONDS = 30
 
 _ALGORITHM = "EdDSA"
 
-_TIMES_UNREAD = {"verify_exp": False, "verify_nbf": False, "verify_iat": False}
-"""Times are compared here, by the clock that was given."""
-
 _REMEMBERED = 1024
 """Tokens whose signature need not be checked again: a check takes a tenth of a millisecond."""
 

@@ -24,7 +24,7 @@ from kvcdn.digest import Buffer
 from kvcdn.errors import KvcdnError, NotFoundError, UnavailableError, UsageError
 from kvcdn.store import FIRST_BYTES, MAX_KEY_CHARACTERS, STREAM_CHUNK_BYTES, BlobInfo, check_key, is_behind
 from kvcdn.stores.direct import write_pieces
-from kvcdn.stores.span import Span, begun
+from kvcdn.stores.span import Pieces, Span
 
 STAGING_FOLDER = ".tmp"
 """Where unfinished objects lie. Keys have no part that begins with a dot."""
@@ -90,7 +90,7 @@ class FolderStore:
         check_key(key)
         span = Span.of(start, length)
         file, size = self._open(key)
-        return begun(self._pieces(key, file, *span.clip(size)))
+        return Pieces(self._pieces(key, file, *span.clip(size)), size)
 
     def create(self, key: str, pieces: Sequence[Buffer]) -> bool:
         if self.stat(key) is not None:

@@ -23,7 +23,7 @@ from kvcdn.errors import NotFoundError, UnavailableError, UsageError
 from kvcdn.store import BlobInfo, check_key
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
 from kvcdn.stores.heads import bound_heads
-from kvcdn.stores.span import Span, begun, nothing
+from kvcdn.stores.span import Pieces, Span, nothing
 
 CONNECT_SECONDS = 5.0
 """A host that does not answer in this time is down or behind a firewall."""
@@ -117,7 +117,7 @@ class HttpStore:
         if body is None:
             self._check_end(key, span)
             return nothing()
-        return begun(self._pieces(key, body, span))
+        return Pieces(self._pieces(key, body, span), body.size)
 
     def create(self, key: str, pieces: Sequence[Buffer]) -> bool:  # noqa: ARG002 - the protocol's
         self._refuse(f"{check_key(key)} cannot be created")

@@ -22,7 +22,7 @@ from kvcdn.stores import s3_client
 from kvcdn.stores.body import Body, BrokenBodyError, body_extent, pause, resumed
 from kvcdn.stores.s3_errors import Refusal, is_silent, refusal, required, translated, was_retried
 from kvcdn.stores.s3_plain import Answer
-from kvcdn.stores.span import Span, begun, nothing
+from kvcdn.stores.span import Pieces, Span, nothing
 
 MULTIPART_BYTES = 64 << 20
 """Larger objects go up in parts: a broken connection then costs one part, not the object."""
@@ -148,7 +148,7 @@ class S3Store:
         if body is None:
             self._check_end(key, span)
             return nothing()
-        return begun(self._pieces(key, body, span))
+        return Pieces(self._pieces(key, body, span), body.size)
 
     def create(self, key: str, pieces: Sequence[Buffer]) -> bool:
         # Spares the upload of what is there, and keeps a server that ignores If-None-Match from overwriting it.

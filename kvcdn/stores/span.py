@@ -1,8 +1,8 @@
-"""A span: which bytes of an object a reader asked for, and the iterator that hands them out."""
+"""A span: which bytes of an object a reader asked for, and the iterators that hand them out."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from kvcdn.errors import UsageError
@@ -42,6 +42,21 @@ class Span:
 def nothing() -> Generator[bytes, None, None]:
     """The stream of an empty span; can be closed like any other."""
     yield from ()
+
+
+class Pieces(Iterator[bytes]):
+    """The bytes of a span, and how long the store says that the whole object is."""
+
+    def __init__(self, pieces: Generator[bytes, None, None], size: int) -> None:
+        """`pieces` begin with a dummy, see `begun`."""
+        self._pieces, self.size = begun(pieces), size
+
+    def __next__(self) -> bytes:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Lets go of the object, as a generator does."""
+        self._pieces.close()
 
 
 def begun(pieces: Generator[bytes, None, None]) -> Generator[bytes, None, None]:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import EnvSettingsSource, SettingsConfigDict
 
-from kvcdn.access.guard import Guard, read_issuers, read_token
+from kvcdn.access.guard import Guard
 from kvcdn.access.listening import ListenAddress
-from kvcdn.access.tokens import AUDIENCE
+from kvcdn.access.settings import AccessSettings
 from kvcdn.errors import UnavailableError, UsageError
 from kvcdn.keyring import load_or_create_signing_key, load_signing_key, load_trust, signing_key_path
 from kvcdn.origin.jobs.queue import JobQueue
@@ -44,7 +44,7 @@ def _checked_listen(text: str) -> str:
 _Bytes = Annotated[int, BeforeValidator(parse_size), Field(gt=0, le=1 << 50)]
 
 
-class ServiceSettings(BaseSettings):
+class ServiceSettings(AccessSettings):
     """Everything the service is told. Read once, at the start; nothing changes while it runs."""
 
     model_config = SettingsConfigDict(
@@ -122,15 +122,6 @@ class ServiceSettings(BaseSettings):
         default=False,
         description="Fetch documents from internal addresses, too. Whoever may submit reaches what this machine can.",
     )
-    token: SecretStr | None = Field(default=None, description="Bearer token of whoever may do everything.")
-    token_file: Path | None = Field(default=None, description="File that holds the token, in place of `token`.")
-    issuers_file: Path | None = Field(
-        default=None, description="Whose tokens are taken: a public key a line. `kvcdn token` makes tokens."
-    )
-    audience: str = Field(default=AUDIENCE, min_length=1, max_length=128, description="The `aud` that tokens must name.")
-    tls_cert: Path | None = Field(default=None, description="Certificate chain in PEM: speak HTTPS, and nothing else.")
-    tls_key: Path | None = Field(default=None, description="The certificate's private key in PEM.")
-    insecure_http: bool = Field(default=False, description="Listen in plain HTTP on more than loopback, tokens and all.")
     stop_seconds: float = Field(
         default=60.0,
         gt=0,
@@ -141,12 +132,6 @@ class ServiceSettings(BaseSettings):
         default=None, description="Ledger, a SQLite file, of what tenants publish (`kvcdn usage`). Without it, none is kept."
     )
     ready_file: Path | None = Field(default=None, description="Written with the URL once the service accepts connections.")
-
-    @model_validator(mode="after")
-    def _tls_is_whole(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together")
-        return self
 
     @model_validator(mode="after")
     def _cluster_is_whole(self) -> Self:
@@ -177,8 +162,7 @@ class ServiceSettings(BaseSettings):
 
     def guard(self) -> Guard:
         """Who may ask. Raises UsageError where these settings would leave the service open to the network."""
-        token = self.token.get_secret_value() if self.token else None
-        guard = Guard(read_token(token, self.token_file, ENV_PREFIX), read_issuers(self.issuers_file), self.audience)
+        guard = Guard.told(self, ENV_PREFIX)
         guard.require_safe("listen", self.address, tls=self.tls_cert is not None, insecure_http=self.insecure_http)
         return guard
 

@@ -100,7 +100,9 @@ def ask_match(url: str, tag: object, addresses: Sequence[str]) -> Reply:
 
 def metric(url: str, sample: str) -> float:
     """The value of one line of /metrics, such as `kvcdn_edge_origin_requests_total{operation="get"}`; 0 where there is none."""
-    for line in ask(url, "/metrics").body.decode().splitlines():
+    shown = ask(url, "/metrics")
+    assert shown.status == 200, shown
+    for line in shown.body.decode().splitlines():
         name, _, value = line.rpartition(" ")
         if name == sample:
             return float(value)
