@@ -219,6 +219,8 @@ class LocalStore:
                     tag.write_bytes(_CACHE_TAG)
                 yield
             finally:
+                # A process that was forked meanwhile has the descriptor as well, and would hold the lock until it ends.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
                 os.close(descriptor)
         except OSError as error:
             raise UnavailableError(f"the local store {self.folder} cannot be written: {error.strerror or error}") from None
