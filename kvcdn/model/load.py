@@ -171,7 +171,7 @@ def require_device(device: str) -> None:
 def bind_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Checkpoint | str | None = None,
+    checkpoint: Checkpoint | str | Path | None = None,
     adapters: Mapping[str, Path] | None = None,
 ) -> LoadedModel:
     """Binds a model that the caller loaded to its checkpoint's identity; by default the checkpoint it was loaded from.
@@ -187,8 +187,8 @@ def bind_model(
         raise UsageError(found, hint=_EVAL)
     if checkpoint is None:
         checkpoint = str(model.config._name_or_path)  # noqa: SLF001 - the only record of where it came from
-    if isinstance(checkpoint, str):
-        checkpoint = resolve_checkpoint(checkpoint)
+    if isinstance(checkpoint, str | Path):
+        checkpoint = resolve_checkpoint(str(checkpoint))
     _require_same_config(model, checkpoint.folder)
     files = _Files(fingerprint_checkpoint(checkpoint.folder), checkpoint.folder, dict(adapters or {}))
     state = adapter_state(model)

@@ -70,9 +70,14 @@ class StoredPrefix:
 class LocalStore:
     """One folder of prefix files. Safe for any number of threads and processes; nothing is kept open between calls."""
 
-    def __init__(self, folder: Path | None = None, capacity: int | None = None) -> None:
-        """`folder` is by default the user's own; `capacity` is in bytes, by default 20 GB, or a tenth of a smaller disk."""
-        self.folder = folder or cache_dir() / "local"
+    def __init__(self, folder: str | Path | None = None, capacity: int | None = None) -> None:
+        """`folder` is by default the user's own; `capacity` is in bytes, by default 20 GB, or a tenth of a smaller disk.
+
+        Raises UsageError for a capacity that is no number.
+        """
+        if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool)):
+            raise UsageError(f"a capacity of {capacity!r} is no number of bytes", hint="give a number, such as 50 * 10**9")
+        self.folder = Path(folder) if folder else cache_dir() / "local"
         self._capacity = capacity
         self._files = self.folder / "prefixes"
         self._index = self.folder / "index"
