@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
-.PHONY: setup demo test test-kinds check peers peers-lmcache page browser soak format bench clean soak-origin soak-upkeep
+.PHONY: setup demo test test-kinds check peers peers-lmcache page browser soak format bench clean soak-origin soak-upkeep soak-local
 
 setup: $(STAMP)
 
@@ -53,6 +53,12 @@ browser:
 SOAK_SECONDS ?= 600
 soak: setup
 	KVCDN_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest -s -p no:xdist --timeout 0 tests/soak/soak_edge.py
+
+# Processes on one local store killed at random moments, then on a disk of 2 MB that is full again and again.
+soak-local: setup
+	KVCDN_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest -s -p no:xdist --timeout 0 tests/soak/soak_local.py
+	unshare --map-root-user --mount sh -c 'folder=$$(mktemp -d) && mount -t tmpfs -o size=2M tmpfs $$folder && \
+	KVCDN_SOAK_FOLDER=$$folder KVCDN_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest -s -p no:xdist --timeout 0 tests/soak/soak_local.py'
 
 # A prefill service killed at random moments: make soak-origin SOAK_KILLS=200 takes about half an hour.
 SOAK_KILLS ?= 200

@@ -16,7 +16,9 @@ from typing import Any, Self, TypeVar
 from kvcdn.client.answer import Answer, Prepared
 from kvcdn.client.client import Client
 from kvcdn.client.forms import PromptLike
+from kvcdn.client.options import listed
 from kvcdn.client.streaming import PieceStreamer, Stop
+from kvcdn.errors import UsageError
 from kvcdn.model.tokens import Messages
 
 _T = TypeVar("_T")
@@ -29,6 +31,8 @@ class AsyncClient:
 
     def __init__(self, client: Client) -> None:
         """Works with `client` from now on, and closes it in the end; nobody else should use its model meanwhile."""
+        if not isinstance(client, Client):
+            raise UsageError(f"a {type(client).__name__} is no Client", hint="AsyncClient.load(model, source) makes both")
         self._client = client
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvcdn-model")
 
@@ -115,7 +119,7 @@ class AsyncClient:
 
 
 def _stopping(options: dict[str, Any], stop: Stop) -> dict[str, Any]:
-    return {**options, "stopping_criteria": [*options.get("stopping_criteria", ()), stop]}
+    return {**options, "stopping_criteria": [*listed(options, "stopping_criteria"), stop]}
 
 
 def _let_go(future: asyncio.Future[Any], stop: Stop) -> None:

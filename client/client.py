@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from kvcdn.client.answer import Answer, Prepared
+from kvcdn.client.arguments import check_arguments, check_wishes, opened_source, require_list, require_source, require_text
 from kvcdn.client.batch import Row, run_batch
 from kvcdn.client.conversation import Conversation
 from kvcdn.client.explaining import samples
@@ -29,7 +30,7 @@ from kvcdn.client.explaining.explanation import Explanation
 from kvcdn.client.explaining.shelf import Shelf
 from kvcdn.client.explaining.surroundings import look_around
 from kvcdn.client.explaining.views import View
-from kvcdn.client.forms import PromptLike, known_tokens, read_prompt, require_parts, require_text_or_messages
+from kvcdn.client.forms import PromptLike, known_tokens, read_prompt, require_parts, require_text_or_messages, require_tools
 from kvcdn.client.generation import Generation
 from kvcdn.client.guard import Guard, mark
 from kvcdn.client.loading.local import LocalPrefixes
@@ -41,7 +42,6 @@ from kvcdn.client.planning.refine import Refiner
 from kvcdn.client.planning.supply import Supply
 from kvcdn.client.prefix import ModelState, Prefix
 from kvcdn.client.sources.source import Source
-from kvcdn.client.sources.sources import open_source
 from kvcdn.client.streaming import AnswerStream, Stop, stream_answer
 from kvcdn.client.trust.gate import Gate
 from kvcdn.client.trust.revoked import Revoked
@@ -66,14 +66,14 @@ class Client:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        source: str | Path | Sequence[str] | Source,
+        source: str | Path | Sequence[str | Path] | Source,
         *,
-        checkpoint: str | Checkpoint | None = None,
+        checkpoint: str | Path | Checkpoint | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         trust: TrustList | None = None,
         namespace: str | Namespace | None = None,
         token: str | None = None,
-        ca_file: str | None = None,
+        ca_file: str | Path | None = None,
         audit: float = 0.0,
         local_store: LocalStore | Literal["configured"] | None = "configured",
         precision: str | Sequence[str] = PRECISION_NATIVE,
@@ -99,13 +99,13 @@ class Client:
         as well. `usage` is a ledger to count prompts in, or its path; by default that of KVCDN_USAGE, or none. Raises
         UsageError; an unsupported model is no error, but a miss.
         """
-        if not 0 <= audit <= 1:
-            raise UsageError(f"audit is a probability, 0 to 1, not {audit}")
         require_parts(model, tokenizer)
+        check_arguments(checkpoint=checkpoint, adapters=adapters, trust=trust, namespace=namespace, token=token)
+        check_arguments(ca_file=ca_file, audit=audit, local_store=local_store, precision=precision, max_kl=max_kl)
+        check_arguments(progressive=progressive, mode=mode, deadline=deadline, prefer=prefer, prices=prices, usage=usage)
         self.model = model = unwrapped(model)
         self.tokenizer = tokenizer
-        source = str(source) if isinstance(source, Path) else source
-        self.source = open_source(source, token=token, ca_file=ca_file) if isinstance(source, str | Sequence) else source
+        self.source = opened_source(source, token, ca_file)
         self.trust = load_trust() if trust is None else trust
         self._audit = audit
         self.precisions = with_refinements(read_precisions(precision)) if progressive else read_precisions(precision)
@@ -131,18 +131,21 @@ class Client:
     @classmethod
     def load(
         cls,
-        model: str,
-        source: str | Sequence[str] | Source,
+        model: str | Path,
+        source: str | Path | Sequence[str | Path] | Source,
         *,
         device: str = "cpu",
         adapters: Sequence[str | Path] = (),
         **options: Any,
     ) -> Self:
-        """Loads the model `model` (folder, hub id or alias) and opens `source`; `options` as for the constructor.
+        """Loads the model `model` (folder, hub id or alias) and opens `source`. `options` are the constructor's.
 
-        `adapters` are folders of LoRA adapters, active together in this order.
+        `adapters` are folders of LoRA adapters, active together in this order. Raises UsageError, and what `load_model` raises.
         """
-        transformer, tokenizer, checkpoint = load_transformers(model, device)
+        require_list(adapters, "adapters", "give a list of folders: adapters=['adapters/support']")
+        check_arguments(name=model, device=device)
+        require_source(source)
+        transformer, tokenizer, checkpoint = load_transformers(str(model), device)
         names = attach_adapters(transformer, [Path(folder) for folder in adapters])
         return cls(transformer, tokenizer, source, checkpoint=checkpoint, adapters=names, **options)
 
@@ -170,6 +173,8 @@ class Client:
     def question(self, document: str | Messages, question: str, *, tools: Tools | None = None) -> Prompt:
         """The prompt of a question on a document: plain text, or the opening messages of a chat, which may have `tools`."""
         require_text_or_messages(document, "the document")
+        require_text(question, "the question")
+        require_tools(tools)
         if isinstance(document, str):
             text = f"{document}\n\nQuestion: {question}\nAnswer:"
             return encode_text(self.tokenizer, text, [len(document)])
@@ -178,15 +183,14 @@ class Client:
 
     def opening(self, document: PromptLike) -> Prompt:
         """The tokens of `document` as prompts about it begin: what `question` has before the question."""
-        if isinstance(document, str):
-            prompt = self.question(document, "")
-            if not document or not prompt.boundaries:
-                raise UsageError("an empty document has no prefix")
-            return Prompt(prompt.token_ids[: min(prompt.boundaries)], prompt.boundaries[:1])
         if isinstance(document, Prompt | Mapping):
             prompt = self.encode(document)
             return Prompt(prompt.token_ids, (*prompt.boundaries, len(prompt.token_ids)))
         prompt = self.question(document, "")
+        if isinstance(document, str):
+            if not document or not prompt.boundaries:
+                raise UsageError("an empty document has no prefix")
+            return Prompt(prompt.token_ids[: min(prompt.boundaries)], prompt.boundaries[:1])
         own = encode_chat(self.tokenizer, document, answer_follows=False).token_ids
         end = common_length(prompt.token_ids, own)
         return Prompt(prompt.token_ids[:end], prompt.boundaries)
@@ -200,14 +204,14 @@ class Client:
 
     def explain(self, prompt: str | Messages, *, tools: Tools | None = None) -> Explanation:
         """Says at which token `prompt` leaves what is published, and why. Raises KvcdnError for what cannot be tokenised."""
+        require_text_or_messages(prompt, "the prompt")
+        require_tools(tools)
         identity = self.current().identity
         content = prompt if isinstance(prompt, str) else samples.Conversation(tuple(prompt), tuple(tools or ()))
         view = View(content, self.tokenizer, identity, self.namespace, answer_follows=True)
-        shelf = Shelf(self.source)
+        shelf, gate = Shelf(self.source), self._supply.gate
         view = shelf.preferred(view, self.precisions)
-        around = look_around(view.identity, shelf)
-        gate = self._supply.gate
-        revocations = gate.revoked.current()
+        around, revocations = look_around(view.identity, shelf), gate.revoked.current()
         return Explainer(shelf, gate.trust, around, self.max_kl, revocations).explain(view)
 
     # -- answers ----------------------------------------------------------------------------------------------------------
@@ -224,6 +228,7 @@ class Client:
 
     def _stream(self, prompt: Prompt, started: float, options: dict[str, Any]) -> AnswerStream:
         plain = dict(options)
+        check_wishes(plain)
         self._aim.changed_by(plain)
         Generation(self.model, self.tokenizer, prompt, plain)  # what cannot be is told here, and not in the thread
         return stream_answer(self.tokenizer, options, lambda streamed: self._generate(prompt, started, streamed))
@@ -256,10 +261,8 @@ class Client:
     def generate_batch(self, prompts: Sequence[PromptLike], **options: Any) -> list[Answer]:
         """As `generate` for each of `prompts`, in one run of the model. Raises UsageError as `run_batch`."""
         started = time.perf_counter()
-        rows: list[Row] = []
-        attempts: list[Attempt | None] = []
-        if isinstance(prompts, str):
-            raise UsageError("a batch is a list of prompts", hint="generate() takes one")
+        rows, attempts = list[Row](), list[Attempt | None]()
+        require_list(prompts, "a batch", "give a list of prompts; generate() takes one")
         for prompt in [self.encode(prompt) for prompt in prompts]:
             report, attempt = self._attempt(prompt, started, self._aim)
             attempts.append(attempt)
@@ -280,8 +283,8 @@ class Client:
         prompt until the client is closed: other ids, masks or positions raise UsageError. Raises StoppedError once `stop` is
         set from another thread.
         """
-        started = time.perf_counter()
-        aim = self._aim.changed_by(wishes)
+        check_wishes(wishes)
+        started, aim = time.perf_counter(), self._aim.changed_by(wishes)
         if wishes:
             raise UsageError(f"prepare() takes no {min(wishes)}", hint="mode, deadline, prefer and prices")
         generation = Generation(self.model, self.tokenizer, self.encode(prompt), {})
@@ -315,6 +318,7 @@ class Client:
         self._guard = self._guard or Guard(self.model, lambda: ModelState.of(self.current()), loaded.steady_tokens)
 
     def _generate(self, prompt: Prompt, started: float, options: dict[str, Any]) -> Answer:
+        check_wishes(options)
         aim = self._aim.changed_by(options)
         generation = Generation(self.model, self.tokenizer, prompt, options)
         report, attempt = self._attempt(prompt, started, aim)

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcdn.client.answer import Answer
+from kvcdn.client.arguments import require_text
 from kvcdn.client.explaining.difference import common_length
+from kvcdn.client.forms import require_text_or_messages
 from kvcdn.client.generation import Generation
 from kvcdn.client.loading.report import Refining, Report
 from kvcdn.client.prefix import ModelState
@@ -36,6 +38,8 @@ class Conversation:
 
     def __init__(self, client: Client, opening: str | Messages) -> None:
         self._client = client
+        if opening != ():
+            require_text_or_messages(opening, "the opening")
         self._messages = (
             [{"role": "system", "content": opening}] if isinstance(opening, str) else [dict(one) for one in opening]
         )
@@ -69,6 +73,7 @@ class Conversation:
             self._layers, self._cached = [], ()
 
     def _generation(self, text: str, options: dict[str, Any]) -> Generation:
+        require_text(text, "what is said")
         messages = [*self._messages, {"role": "user", "content": text}]
         prompt = encode_chat(self._client.tokenizer, messages, answer_follows=True)
         generation = Generation(self._client.model, self._client.tokenizer, prompt, options)

@@ -37,12 +37,18 @@ def require_text_or_messages(value: Any, what: str) -> None:
             "ask for several prompts with generate_batch()" if isinstance(first, str) else "give tokens as Prompt(tuple(ids))"
         )
         raise UsageError(f"{what} is a list of {type(first).__name__}, and no messages", hint=hint)
+    if not value:
+        raise UsageError(f"{what} has no messages", hint="give text, or a list of messages")
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise UsageError(f"message {number} of {what} has no role", hint="a message is {'role': 'user', 'content': '...'}")
 
 
 def read_prompt(tokenizer: PreTrainedTokenizerBase, prompt: PromptLike, tools: Tools | None, known: int | None) -> Prompt:
     """The tokens of `prompt`. Raises UsageError where there are none, or some of which the model has no row."""
+    require_tools(tools)
     if isinstance(prompt, Prompt):
-        read = prompt
+        read = _checked(prompt)
     elif isinstance(prompt, Mapping):
         if "messages" in prompt or "role" in prompt:
             raise UsageError("a message, or a request with messages, is no prompt", hint="give the list of messages itself")
@@ -62,6 +68,26 @@ def read_prompt(tokenizer: PreTrainedTokenizerBase, prompt: PromptLike, tools: T
     if known is not None and not 0 <= min(read.token_ids) <= max(read.token_ids) < known:
         raise UsageError(f"the prompt has tokens outside of the model's, which are 0 to {known - 1}")
     return read
+
+
+def _checked(prompt: Prompt) -> Prompt:
+    """A prompt that somebody made of tokens. Raises UsageError where they, or its boundaries, are no tuples of integers."""
+    for name in ("token_ids", "boundaries"):
+        values = getattr(prompt, name)
+        if not isinstance(values, Sequence) or not all(isinstance(one, int) for one in values):
+            raise UsageError(
+                f"{name} of the prompt is a {type(values).__name__}, and no tuple of integers",
+                hint=f"Prompt({name}=tuple(...)); of a tensor tuple(tensor.tolist())",
+            )
+    return Prompt(tuple(prompt.token_ids), tuple(prompt.boundaries))
+
+
+def require_tools(tools: Any) -> None:
+    """Raises UsageError for what is no list of descriptions of functions."""
+    if tools is None:
+        return
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise UsageError(f"tools is a {type(tools).__name__}, and no list", hint="give a list of descriptions, [{...}, {...}]")
 
 
 def known_tokens(model: Any) -> int | None:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from kvcdn.client.answer import Answer, Continuation, Prepared
 from kvcdn.client.loading.report import Report
-from kvcdn.client.options import check_options
+from kvcdn.client.options import check_options, listed
 from kvcdn.client.streaming import PieceStreamer, Stop
 from kvcdn.model.cache import cache_argument
 from kvcdn.model.place import device_of
@@ -31,14 +31,15 @@ class Generation:
     ) -> None:
         """Raises UsageError for options that are not right beside a loaded cache."""
         checked = check_options(options, model, tokenizer)
+        criteria, self._processors = listed(options, "stopping_criteria"), listed(options, "logits_processor")
         self.prompt = prompt
         self.copies = checked.copies
         self._model = model
         self._tokenizer = tokenizer
         self._clock = FirstTokenClock()
-        self._options = {**checked.options, "stopping_criteria": [*options.get("stopping_criteria", ()), self._clock]}
+        self._options = {**checked.options, "stopping_criteria": [*criteria, self._clock]}
         self._streamer = options.get("streamer")
-        self._stops = [one for one in options.get("stopping_criteria", ()) if isinstance(one, Stop)]
+        self._stops = [one for one in criteria if isinstance(one, Stop)]
 
     @property
     def first_token_at(self) -> float:
@@ -65,7 +66,7 @@ class Generation:
             prepared.cache.batch_repeat_interleave(self.copies)
         options = self._options
         if prove is not None:
-            options = options | {"logits_processor": LogitsProcessorList([Proof(prove), *options.get("logits_processor", ())])}
+            options = options | {"logits_processor": LogitsProcessorList([Proof(prove), *self._processors])}
         with torch.inference_mode():
             output: torch.Tensor = self._model.generate(**prepared.inputs(), **options)
         left_out = prepared.input_ids[:, : prepared.left_out].expand(output.shape[0], -1)

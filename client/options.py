@@ -140,6 +140,14 @@ def check_options(options: Mapping[str, Any], model: PreTrainedModel, tokenizer:
     return Checked({**passed, **overrides}, max(effective("num_beams") or 1, effective("num_return_sequences") or 1))
 
 
+def listed(options: Mapping[str, Any], name: str) -> list[Any]:
+    """The list `name` among `options`, empty where there is none. Raises UsageError for what is no list."""
+    value = options.get(name)
+    if value is not None and not isinstance(value, list | tuple):
+        raise UsageError(f"{name} is a {type(value).__name__}, and no list", hint=f"{name}=[...]")
+    return list(value or ())
+
+
 def options_table() -> str:
     """The table of docs/sdk.md."""
     rows = ["| option | beside a loaded cache |", "|---|---|", f"| {_names(PASSES)} | the model's own result |"]

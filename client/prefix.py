@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from kvcdn.client.answer import Answer, Prepared
+from kvcdn.client.arguments import require_list
 from kvcdn.client.batch import Row, run_batch
 from kvcdn.client.explaining.difference import common_length
 from kvcdn.client.generation import Generation
@@ -104,6 +105,7 @@ class Prefix:
     def ask_many(self, questions: Sequence[str], **options: Any) -> list[Answer]:
         """Answers `questions` in one run of the model, each with a copy of the cache. Raises UsageError as `run_batch`."""
         started = time.perf_counter()
+        require_list(questions, "questions", "give a list of questions; ask() takes one")
         rows = []
         for question in questions:
             prompt = self._question(question)

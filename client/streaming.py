@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, TextStreamer
 
 from kvcdn.client.answer import Answer
+from kvcdn.client.options import listed
 from kvcdn.errors import UsageError
 
 _END: Any = object()
@@ -59,7 +60,7 @@ def stream_answer(
         raise UsageError("a stream is a streamer already", hint="use generate() with a streamer of your own")
 
     def run(streamer: PieceStreamer, stop: Stop) -> Answer:
-        criteria = [*options.get("stopping_criteria", ()), stop]
+        criteria = [*listed(options, "stopping_criteria"), stop]
         return answer({**options, "streamer": streamer, "stopping_criteria": criteria})
 
     return AnswerStream(tokenizer, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import threading
@@ -15,7 +16,9 @@ from kvcdn import codec
 from kvcdn.client import Client, MissReason
 from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.sources.transport import EdgeSource
+from kvcdn.errors import UnsupportedModelError
 from kvcdn.keys import Namespace, PrefixNames, block_key
+from kvcdn.model.load import bind_model
 from kvcdn.model.place import all_on
 from kvcdn.model.tokens import Prompt, encode_text
 from kvcdn.origin.publishing.publish import Publisher
@@ -322,6 +325,38 @@ def test_an_unsupported_model_is_a_miss_by_name(published):
     answer = client.ask("some text", QUESTION, **GREEDY)
     assert MissReason.UNSUPPORTED_MODEL == answer.report.reason
     assert 1 <= len(answer.token_ids) <= 8
+
+
+class Packed(torch.Tensor):
+    """A weight that is more than its numbers, as libraries of quantisation make them in place."""
+
+
+def with_packed_weights(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight = torch.nn.Parameter(module.weight.data.as_subclass(Packed), requires_grad=False)
+    return model
+
+
+def quantised_by_torch(model):
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8).eval()
+
+
+@pytest.mark.parametrize(("quantise", "named"), [(with_packed_weights, "Packed"), (quantised_by_torch, "quantised in memory")])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_was_quantised_in_memory_is_refused_by_name(published, quantise, named):
+    """Its checkpoint does not say so: it would have the cache of other weights, or publish its own under their name."""
+    model = quantise(copy.deepcopy(published.loaded.model))
+    with pytest.raises(UnsupportedModelError, match=named):
+        bind_model(model, published.loaded.tokenizer)
+    with Client(model, published.loaded.tokenizer, StoreSource(published.store), trust=published.trust) as client:
+        answer = client.ask(published.text[:300], QUESTION, **GREEDY)
+        prompt = client.question(published.text[:300], QUESTION)
+    assert MissReason.UNSUPPORTED_MODEL == answer.report.reason
+    ids = torch.tensor([prompt.token_ids])
+    with torch.inference_mode():
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert tuple(output[0, len(prompt.token_ids) :].tolist()) == answer.token_ids
 
 
 # -- what the SDK owns -------------------------------------------------------------------------------------------------

@@ -7,7 +7,19 @@ import shutil
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    AdaptionPromptConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoraConfig,
+    PeftMixedModel,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -16,7 +28,7 @@ from kvcdn.client import Client
 from kvcdn.client.loading.report import MissReason
 from kvcdn.client.sources.stored import StoreSource
 from kvcdn.client.verify import verify_prefix
-from kvcdn.errors import CorruptError, NotFoundError, UnsupportedModelError
+from kvcdn.errors import CorruptError, NotFoundError, UnsupportedModelError, UsageError
 from kvcdn.model.adapters import adapter_state
 from kvcdn.model.fingerprint import fingerprint_adapter, fingerprint_checkpoint
 from kvcdn.model.load import bind_model, load_model
@@ -26,7 +38,7 @@ from kvcdn.origin.publishing.publish import Publisher
 from kvcdn.signing import SigningKey, TrustList
 from kvcdn.stores.memory import MemoryStore
 from support.lora import tiny_adapter
-from support.tiny import TEXT
+from support.tiny import TEXT, tiny_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
@@ -226,6 +238,105 @@ def test_a_state_that_no_fingerprint_tells_is_refused(plain, tokenizer, adapters
         loaded.current()
 
 
+VARIANTS = {
+    "decomposed": ("llama", {"use_dora": True}),
+    "embeddings": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "the head": ("llama", {"target_modules": ["lm_head", "k_proj"]}),
+    "embeddings and head saved whole": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "biases of its own": ("llama", {"lora_bias": True}),
+    "some layers": ("llama", {"layers_to_transform": [1]}),
+    "ranks and scales by layer": ("llama", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}),
+    "transposed weights": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "windows": ("gemma3_text", {"target_modules": "all-linear"}),
+    "latents": ("deepseek_v3", {"target_modules": "all-linear"}),
+    "states": ("qwen3_next", {"target_modules": "all-linear"}),
+    "parameters of experts": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+def test_every_variant_of_lora_is_carried_to_the_bit(tmp_path, variant):
+    """Published with the adapter; read by a model of peft, whose continuations are its own."""
+    kind, config = VARIANTS[variant]
+    checkpoint = tiny_checkpoint(tmp_path / "model", kind)
+    adapter = tiny_adapter(tmp_path / "adapter", checkpoint, **config)
+    store, key = MemoryStore(), SigningKey.generate()
+    publisher = load_model(str(checkpoint), adapters=[adapter])
+    ids = tuple(publisher.tokenizer(TEXT)["input_ids"][:150])
+    Publisher(publisher, store, key).publish(ids)
+    wrapper = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval(), adapter)
+    with Client(
+        wrapper,
+        publisher.tokenizer,
+        StoreSource(store),
+        adapters={"default": adapter},
+        trust=TrustList.of(key.public),
+        mode="fetch",
+    ) as client:
+        found = verify_prefix(client, ids, greedy=3)
+        assert (True, True) == (found.sound, found.bit_identical)
+        with wrapper.disable_adapter():
+            assert MissReason.NOT_PUBLISHED == client.prepare(Prompt((*ids, 5), (len(ids),))).report.reason
+
+
+CHANGE_THE_BASE = {
+    "trained biases": ("qwen2", {"bias": "all"}, r"bias in memory is not the one"),
+    "principal components": ("llama", {"init_lora_weights": "pissa"}, "weight .* in memory is not the one"),
+    "trained tokens": ("llama", {"trainable_token_indices": [5, 6]}, "TrainableTokensWrapper"),
+}
+
+
+@pytest.mark.parametrize("variant", CHANGE_THE_BASE)
+def test_adapters_that_change_the_base_model_are_refused(tmp_path, variant):
+    """Their base is none of the checkpoint's, also where they are disabled."""
+    kind, config, named = CHANGE_THE_BASE[variant]
+    checkpoint = tiny_checkpoint(tmp_path / "model", kind, dtype=torch.float32)
+    adapter = tiny_adapter(tmp_path / "adapter", checkpoint, **config)
+    with pytest.raises(UnsupportedModelError, match=named):
+        load_model(str(checkpoint), adapters=[adapter])
+
+
+@pytest.mark.parametrize("rows", ["two", "__base__"])
+def test_rows_with_adapters_of_their_own_are_refused_beside_a_cache(plain, tokenizer, tiny_llama, adapters, rows):
+    """peft's `adapter_names=` changes the adapters for one call, and no layer's state."""
+    store, key = MemoryStore(), SigningKey.generate()
+    ids = published(tiny_llama, tokenizer, store, key, [adapters["one"]])
+    folders = {"one": adapters["one"], "two": adapters["two"]}
+    wrapper = with_adapters(plain, folders)
+    with Client(
+        wrapper, tokenizer, StoreSource(store), adapters=folders, trust=TrustList.of(key.public), mode="fetch"
+    ) as client:
+        prepared = client.prepare(Prompt((*ids, 5, 6, 7), (len(ids),)))
+        assert len(ids) == prepared.report.tokens_reused
+        with pytest.raises(UsageError, match="adapter_names"):
+            wrapper.generate(**prepared.inputs(), adapter_names=[rows], max_new_tokens=2, do_sample=False)
+        with pytest.raises(UsageError, match="adapter_names"):
+            client.generate(Prompt(ids), adapter_names=[rows])
+
+
+@pytest.mark.parametrize("how", ["a trainable adapter", "dropout alone"])
+def test_a_part_in_training_mode_is_refused(plain, tokenizer, tiny_llama, tmp_path, how):
+    """A new adapter often is, in a model that is not: its dropout would make what is published random."""
+    adapter = tiny_adapter(tmp_path / "dropping", tiny_llama, lora_dropout=0.5)
+    wrapper = PeftModel.from_pretrained(plain, adapter, is_trainable=how == "a trainable adapter")
+    if how == "dropout alone":
+        bound = bind_model(wrapper, tokenizer, adapters={"default": adapter})
+        for module in wrapper.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.train()
+        with pytest.raises(UnsupportedModelError, match=r"lora_dropout.*in training mode"):
+            bound.current()
+    assert not plain.training
+    with pytest.raises(UsageError, match=r"q_proj.*in training mode") as refused:
+        bind_model(wrapper, tokenizer, adapters={"default": adapter})
+    assert "eval()" in refused.value.hint
+    bind_model(wrapper.eval(), tokenizer, adapters={"default": adapter})
+
+
 def test_a_merged_and_unloaded_adapter_is_not_taken_for_the_base(plain, tokenizer, adapters):
     """The model looks like the base model then; its weights do not. Saved, it is a model of its own."""
     merged = with_adapters(plain, {"one": adapters["one"]}).merge_and_unload()
@@ -238,11 +349,15 @@ OTHERS = {
     "IA3": lambda: IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
     "PROMPT_TUNING": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "PREFIX_TUNING": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "VERA": lambda: VeraConfig(target_modules=["q_proj"]),
+    "ADAPTION_PROMPT": lambda: AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2),
+    "LN_TUNING": lambda: LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]),
+    "TRAINABLE_TOKENS": lambda: TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[5]),
 }
 
 
 @pytest.mark.parametrize("method", OTHERS)
-@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.filterwarnings("ignore:Position ids are not supported", "ignore:Unsupported layer type")
 def test_other_methods_of_peft_are_refused_by_name(plain, tokenizer, method):
     """And the client answers with such a model as it would alone."""
     wrapper = get_peft_model(plain, OTHERS[method]()).eval()
@@ -254,6 +369,13 @@ def test_other_methods_of_peft_are_refused_by_name(plain, tokenizer, method):
     ids = torch.tensor([IDS])
     expected = wrapper.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
     assert tuple(expected[0, len(IDS) :].tolist()) == answer.token_ids
+
+
+def test_methods_that_are_mixed_are_refused_by_name(plain, tokenizer, adapters):
+    """Also where each is LoRA: their layers apply otherwise."""
+    mixed = PeftMixedModel.from_pretrained(plain, str(adapters["one"])).eval()
+    with pytest.raises(UnsupportedModelError, match="PeftMixedModel"):
+        bind_model(mixed, tokenizer, adapters={"default": adapters["one"]})
 
 
 def test_a_folder_that_is_no_adapter_is_named(tmp_path, tiny_llama, adapters):

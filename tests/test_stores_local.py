@@ -211,6 +211,28 @@ def test_a_stopped_holder_of_the_lock_is_not_waited_for_long(store, monkeypatch)
                 act()
 
 
+def test_a_process_that_is_forked_in_between_holds_no_lock(store, monkeypatch):
+    """As workers of a data loader are, at any moment of a writer's: they inherit its descriptors."""
+    monkeypatch.setattr(local, "LOCK_SECONDS", 0.05)
+    prefix = Prefix(MODEL, (1,))
+    evict, children = store._evict, []
+
+    def fork_and_evict(room):
+        children.append(os.fork())
+        if not children[-1]:
+            signal.pause()
+        evict(room)
+
+    monkeypatch.setattr(store, "_evict", fork_and_evict)
+    try:
+        assert prefix.write(store) is not None
+        assert Prefix(MODEL, (2,)).write(store) is not None
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
 STRANGE = {
     "a file in place of a link": lambda link: link.write_text("x"),
     "a folder in place of a link": lambda link: link.mkdir(),

@@ -98,6 +98,10 @@ def adapter_state(model: Any) -> AdapterState:
     if not layers:
         return AdapterState()
     effective = [_effective(name, layer, model) for name, layer in layers]
+    if any("adapter_names" in getattr(hook, "keywords", ()) for _, layer in layers for hook in _hooks(layer)):
+        raise UnsupportedModelError(
+            "adapter_names= gives rows adapters of their own", hint="activate adapters for the whole model"
+        )
     merged = {is_merged for _, is_merged in effective if is_merged is not None}
     if len(merged) > 1:
         raise UnsupportedModelError("adapters are merged into some layers and not into others", hint=_RELOAD)
@@ -150,6 +154,11 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
                 f"{name} is a {type(module).__name__} of peft; of its methods only LoRA is supported",
                 hint="merge the adapter (merge_and_unload) and save the result as a checkpoint of its own",
             )
+
+
+def _hooks(layer: Any) -> list[Any]:
+    """What runs before `layer`: with `adapter_names=` peft has it told there which adapters each row has, for one pass."""
+    return list(layer._forward_pre_hooks.values())  # noqa: SLF001 - torch has no other way to see them
 
 
 def _available(layer: Any) -> set[str]:

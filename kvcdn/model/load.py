@@ -36,7 +36,7 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeE
 """What transformers raises for files it cannot make a model or a tokenizer of."""
 
 
-_TRAINING, _EVAL = "the model is in training mode, where dropout makes its cache random", "call model.eval() first"
+_EVAL = "call model.eval() first"
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class LoadedModel:
 
     def _require_same_settings(self) -> None:
         model, place = self.model, device_of(self.model).type
-        if model.training:
-            raise UnsupportedModelError(_TRAINING, hint=_EVAL)
+        if found := _in_training(model):
+            raise UnsupportedModelError(found, hint=_EVAL)
         _require_not_compiled((model, getattr(model, model.base_model_prefix, model)))
         _require_equal(_told(model.config), self._config, "it was bound with")
         if torch.amp.is_autocast_available(place) and torch.is_autocast_enabled(place):
@@ -171,7 +171,7 @@ def require_device(device: str) -> None:
 def bind_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Checkpoint | str | None = None,
+    checkpoint: Checkpoint | str | Path | None = None,
     adapters: Mapping[str, Path] | None = None,
 ) -> LoadedModel:
     """Binds a model that the caller loaded to its checkpoint's identity; by default the checkpoint it was loaded from.
@@ -183,17 +183,24 @@ def bind_model(
     model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"{_method(model)} is not supported: of peft only LoRA is")
-    if model.training:
-        raise UsageError(_TRAINING, hint=_EVAL)
+    if found := _in_training(model):
+        raise UsageError(found, hint=_EVAL)
     if checkpoint is None:
         checkpoint = str(model.config._name_or_path)  # noqa: SLF001 - the only record of where it came from
-    if isinstance(checkpoint, str):
-        checkpoint = resolve_checkpoint(checkpoint)
+    if isinstance(checkpoint, str | Path):
+        checkpoint = resolve_checkpoint(str(checkpoint))
     _require_same_config(model, checkpoint.folder)
     files = _Files(fingerprint_checkpoint(checkpoint.folder), checkpoint.folder, dict(adapters or {}))
     state = adapter_state(model)
     identity = ModelIdentity(_bound_fingerprint(model, state, files), probe_layout(model), checkpoint.name)
     return LoadedModel(model, tokenizer, identity, files, state, _told(model.config))
+
+
+def _in_training(model: torch.nn.Module) -> str:
+    """What says that `model`, or a part of it, is in training mode; nothing where none is. New adapters often are alone."""
+    name = next((name for name, module in model.named_modules() if module.training), None)
+    what = f"{name}, a part of the model, is" if name else "the model is"
+    return "" if name is None else f"{what} in training mode, where dropout makes its cache random"
 
 
 def _require_not_compiled(modules: Iterable[Any]) -> None:
@@ -213,7 +220,7 @@ def _bound_fingerprint(model: PreTrainedModel, state: AdapterState, files: _File
 def _method(model: Any) -> str:
     """What a wrapper of peft, or whatever it is, does."""
     methods = {str(config.peft_type.value) for config in getattr(model, "peft_config", {}).values()}
-    return " and ".join(sorted(methods)) or type(model).__name__
+    return " and ".join(sorted(methods - {"LORA"})) or type(model).__name__
 
 
 def _require_same_config(model: PreTrainedModel, folder: Path) -> None:

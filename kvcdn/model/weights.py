@@ -30,6 +30,11 @@ _SAMPLES = 16
 """Values taken of each tensor, evenly spaced: whoever changes a whole tensor changes some, and a look costs milliseconds."""
 
 
+_QUANTISED_BY_FILE = "bitsandbytes."
+"""Its tensors are what its checkpoint's configuration says, which is part of the fingerprint."""
+
+_AS_SAVED = "give the model as its checkpoint has it, or leave it without a cache"
+
 _INSERTED = (".base_layer", ".original_module")
 """What peft puts into the names of weights that it wraps."""
 
@@ -128,8 +133,10 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 def require_checkpoint_weights(model: Any, folder: Path) -> None:
     """Raises UnsupportedModelError where the first or last row of a weight in memory is not the one in `folder`'s files.
 
-    Weights that are renamed, converted or absent in memory are passed over, and those into which adapters are merged.
+    Weights that are renamed, converted or absent in memory are passed over, and those into which adapters are merged. Those
+    that were quantised in memory are refused: no file says how.
     """
+    _require_plain_tensors(model)
     held = dict(_unmerged(model))
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
@@ -143,6 +150,20 @@ def require_checkpoint_weights(model: Any, folder: Path) -> None:
                             f"the weight {name} in memory is not the one in {path}",
                             hint="save the changed model as a checkpoint of its own, or load the checkpoint anew",
                         )
+
+
+def _require_plain_tensors(model: Any) -> None:
+    """Raises UnsupportedModelError for weights that are more than a tensor's numbers, or are packed away in a layer."""
+    for name, tensor in model.named_parameters():
+        kind = type(tensor)
+        if kind not in (torch.nn.Parameter, torch.Tensor) and not kind.__module__.startswith(_QUANTISED_BY_FILE):
+            raise UnsupportedModelError(
+                f"the weight {name} is a {kind.__module__}.{kind.__name__}, which is not supported", hint=_AS_SAVED
+            )
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao."):
+            what = type(module).__name__
+            raise UnsupportedModelError(f"{name} is a {what} quantised in memory, which is not supported", hint=_AS_SAVED)
 
 
 def _unmerged(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

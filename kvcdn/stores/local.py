@@ -70,9 +70,14 @@ class StoredPrefix:
 class LocalStore:
     """One folder of prefix files. Safe for any number of threads and processes; nothing is kept open between calls."""
 
-    def __init__(self, folder: Path | None = None, capacity: int | None = None) -> None:
-        """`folder` is by default the user's own; `capacity` is in bytes, by default 20 GB, or a tenth of a smaller disk."""
-        self.folder = folder or cache_dir() / "local"
+    def __init__(self, folder: str | Path | None = None, capacity: int | None = None) -> None:
+        """`folder` is by default the user's own; `capacity` is in bytes, by default 20 GB, or a tenth of a smaller disk.
+
+        Raises UsageError for a capacity that is no number.
+        """
+        if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool)):
+            raise UsageError(f"a capacity of {capacity!r} is no number of bytes", hint="give a number, such as 50 * 10**9")
+        self.folder = Path(folder) if folder else cache_dir() / "local"
         self._capacity = capacity
         self._files = self.folder / "prefixes"
         self._index = self.folder / "index"
@@ -219,6 +224,8 @@ class LocalStore:
                     tag.write_bytes(_CACHE_TAG)
                 yield
             finally:
+                # A process that was forked meanwhile has the descriptor as well, and would hold the lock until it ends.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
                 os.close(descriptor)
         except OSError as error:
             raise UnavailableError(f"the local store {self.folder} cannot be written: {error.strerror or error}") from None

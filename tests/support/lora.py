@@ -19,8 +19,8 @@ def tiny_adapter(folder: Path, checkpoint: Path, *, seed: int = 1, **config: Any
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings))
     torch.manual_seed(seed)
     with torch.no_grad():
-        for name, tensor in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
+        for tensor in model.parameters():
+            if tensor.requires_grad:
                 tensor.add_(0.2 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     return folder
