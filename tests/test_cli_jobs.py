@@ -11,7 +11,7 @@ import urllib3
 from kvcdn.origin.jobs.queue import JobQueue
 from support.command import kvcdn
 from support.origin_process import START_SECONDS, running_origin
-from support.waiting import until
+from support.waiting import WAIT_SECONDS, until
 
 
 def submit(service: str, **job: object) -> str:
