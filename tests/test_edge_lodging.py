@@ -125,6 +125,24 @@ def test_a_full_cache_has_room_before_the_next_object_comes(
         assert edge.cache.evicted > 0
 
 
+def test_nothing_leaves_for_the_next_object_where_this_one_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file would stay until another object is, though it is counted no more."""
+    capacity = 1 << 20
+    monkeypatch.setattr(lodging, "ASIDE_BYTES", capacity)
+    monkeypatch.setattr(lodging, "ASIDE_SHARE", 1)
+    document, store = make_document(tokens=600, layers=16, heads=8), MemoryStore()
+    document.publish(store)
+    larger = next(key for key, data in document.blocks.items() if len(data) > capacity)
+    with edge_in_thread(store, tmp_path / "cache", capacity=capacity) as edge:
+        for key in (document.manifest_key, larger):
+            assert document.objects[key] == ask(edge.url, f"/{key}").body
+            settle(edge.url)
+            assert (1, 0) == (len(edge.cache), edge.cache.evicted)
+            assert 0 < disk_bytes(tmp_path / "cache") <= edge.cache.used
+
+
 @pytest.mark.usefixtures("ahead")
 def test_what_nobody_waits_for_any_more_leaves_no_room_and_no_file(
     documents: list[Document], store: MemoryStore, tmp_path: Path

@@ -309,7 +309,8 @@ class Fetcher:
             # The thread would take turns with the loop from now on: who waits for the head of the answer has it first.
             for _ in range(HEAD_TURNS):
                 await asyncio.sleep(0)
-            self._lodgings.clear()
+            if lodging.stored:
+                self._lodgings.clear()
         except BaseException:
             arrival.abandon()
             self._lodgings.leave(lodging)
