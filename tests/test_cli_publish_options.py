@@ -55,13 +55,17 @@ def test_what_only_a_service_knows_needs_one(document, option):
 
 
 def test_what_a_published_document_keeps_is_said(document, tiny_llama, tmp_path):
-    """Its label and its expiry; and where a precision was too coarse, which one it is."""
+    """Its label, and an expiry that is late enough; and where a precision was too coarse, which one it is."""
     words = ("publish", document, "--model", tiny_llama, "--origin", tmp_path / "origin")
     assert "stays" not in kvcdn(*words, "--label", "one", "--days", "30").out
-    again = kvcdn(*words, "--label", "other", "--days", "60").out
+    again = kvcdn(*words, "--label", "other", "--days", "20").out
     assert "stays      its label, 'one' and its expiry, 2" in again
     assert "to change that, kvcdn rm " in again
-    assert "stays" not in kvcdn(*words, "--label", "one").out
+    longer = kvcdn(*words, "--label", "other", "--days", "60").out
+    assert ("renewed" in longer, "stays" in longer) == (True, False)
+    assert "its label, 'other' and its expiry" in kvcdn(*words, "--label", "one", "--days", "58").out
+    assert "renewed" in kvcdn(*words).out
+    assert "stays      that it never expires" in kvcdn(*words, "--label", "other", "--days", "60").out
     finer = kvcdn(*words, "--precision", "int8", "--min-quality", "0").out
     assert "finer      int8 is not within --min-quality 0, so this is native" in finer
 

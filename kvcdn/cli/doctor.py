@@ -28,7 +28,7 @@ def doctor(
 ) -> None:
     """Try whether an origin can be reached, read, written, listed and deleted from, and whether it keeps what is there.
 
-    Writes one small object under v1/doctor/ and removes it. Ends with 5 where something is not as needed.
+    Writes two small objects under v1/doctor/ and removes them. Ends with 5 where something is not as needed.
     """
     from kvcdn.origin.upkeep.doctor import Role, Status, examine  # noqa: PLC0415 - see kvcdn.cli
 

@@ -328,6 +328,8 @@ def _refinement_pairs(result: PublishResult) -> list[tuple[str, str]]:
 def _print_result(name: str, result: PublishResult, more: list[tuple[str, str]]) -> None:
     if result.status == "exists":
         did = "published already, nothing to do"
+    elif result.status == "renewed":
+        did = "published already, renewed to last longer"
     else:
         loaded = f", {result.tokens_loaded:,} tokens were there already" if result.tokens_loaded else ""
         did = f"{result.status} in {result.seconds:.1f} s at {result.tokens_per_second or 0:,.0f} tokens/s{loaded}"
