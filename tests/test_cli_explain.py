@@ -210,6 +210,14 @@ def test_lint_names_problems_and_their_price(place):
     assert "behind it that cannot be reused" in for_people.out
 
 
+def test_lint_says_how_many_samples_it_looked_at(place):
+    """Of very many it compares the first ones."""
+    log = place.write("many.jsonl", "\n".join(json.dumps({"prompt": f"Run {number}: go on."}) for number in range(300)))
+    ran = place.lint(log)
+    assert (101, 300) == (ran.json["samples"], ran.json["samples_given"])
+    assert "101 of 300, the first ones," in place.run("lint", log, "--model", place.model).out
+
+
 def test_lint_reads_logs_of_requests(place):
     """JSONL of chats with tools, one sample a line; texts and chats do not mix."""
     requests = [

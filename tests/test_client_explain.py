@@ -372,6 +372,30 @@ def test_a_document_whose_end_the_prompt_does_not_know_is_proved(stage, listed):
     assert (Cause.BOUNDARY, 1024, len(ids)) == (found.findings[0].cause, found.findings[0].token, found.findings[0].reaches)
 
 
+@pytest.mark.parametrize("more", ["\n", " ", "\n\nIn short:"])
+def test_so_it_is_compared_with_that_document(stage, more):
+    """Which the prompt begins with, to the last token: a line end behind it is enough."""
+    ids = stage.publish(BASE)
+    found = stage.explain(BASE + more, BASE)
+    assert (1024, False) == (found.published, found.covered)
+    assert (Cause.BOUNDARY, Certainty.PROVED) == (found.findings[0].cause, found.findings[0].certainty)
+    assert (len(ids), len(ids)) == (found.findings[0].reaches, found.departure.token)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_contents_that_are_lists_of_parts_are_proved(stage, parts):
+    """Requests may have either; templates that know no parts write them as Python does."""
+    stage.publish(stage.view(Conversation((SYSTEM,)), answer_follows=False))
+    step = len(BASE) // parts + 1
+    texts = [{"type": "text", "text": BASE[start : start + step]} for start in range(0, len(BASE), step)]
+    found = stage.explain(Conversation(({"role": "system", "content": texts}, ASKED)))
+    assert (Cause.CHAT_TEMPLATE, Certainty.PROVED) == (found.findings[0].cause, found.findings[0].certainty)
+    assert "lists of parts" in found.findings[0].detail
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    found = stage.explain(Conversation(({"role": "system", "content": [*texts, image]}, ASKED)))
+    assert Certainty.LIKELY is found.findings[0].certainty
+
+
 def test_an_expired_document_without_blocks_is_proved_from_its_manifest(stage):
     """Kept in a file, or not collected yet; without an expiry date it is incomplete."""
     expired = [int(time.time()) - 86400, None]

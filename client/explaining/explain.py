@@ -244,6 +244,8 @@ class Explainer:
             cause, detail = framing_cause(view, proof.view, spelling, parted)
             found.add(cause, certainty, detail, parted.token, proof.reach.tokens or None)
             self._depart(found, spelling, parted.token, exact=True, theirs=parted.theirs)
+        elif not proof.steps and found.published < proof.reach.tokens < len(spelling.token_ids):
+            self._bound(found, spelling, "the document compared with", proof.reach.tokens)
 
     def _compare_manifest(self, found: Explanation, view: View, spelling: Spelling, manifest: Manifest) -> None:
         ours = view.identity

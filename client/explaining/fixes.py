@@ -79,11 +79,23 @@ def _reframed(view: View, content: Conversation) -> Iterator[Fix]:
         yield Fix(
             Cause.CHAT_TEMPLATE, f"published with its first message as {other}, read as {role}", _with(view, messages=messages)
         )
+    joined = tuple(_joined(message) for message in content.messages)
+    if joined != content.messages:
+        yield Fix(Cause.CHAT_TEMPLATE, "published with contents as text, read as lists of parts", _with(view, messages=joined))
     if content.tools:
         yield Fix(Cause.TOOLS, "published without the tools", _with(view, tools=()))
         for cause, detail, tools in _ordered_tools(content.tools):
             if json.dumps(tools) != json.dumps(content.tools):
                 yield Fix(cause, detail, _with(view, tools=tools))
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """`message` with its parts as one text, where all of them are text: templates write lists of parts otherwise."""
+    parts = message.get("content")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    if not texts or len(texts) != len(parts or ()) or not all(isinstance(text, str) for text in texts):
+        return message
+    return {**message, "content": "".join(str(text) for text in texts)}
 
 
 def _ordered_tools(tools: tuple[dict[str, Any], ...]) -> Iterator[tuple[Cause, str, tuple[dict[str, Any], ...]]]:

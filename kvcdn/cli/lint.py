@@ -60,9 +60,9 @@ def lint(
     speed = tokens_per_second or (None if measured is None else 1 / measured.base)
     price = None if usd_per_hour is None else usd_per_hour / _SECONDS_PER_HOUR
     if as_json:
-        print_json(_to_json(found, known.identity.name, speed, price))
+        print_json({**_to_json(found, known.identity.name, speed, price), "samples_given": len(prompts)})
     else:
-        _print(found, known.identity.name, speed, price)
+        _print(found, len(prompts), known.identity.name, speed, price)
     if strict and any(problem.certainty is Certainty.PROVED for problem in found.problems):
         raise typer.Exit(1)
 
@@ -80,13 +80,14 @@ def _to_json(found: Lint, model: str, speed: float | None, price: float | None) 
     }
 
 
-def _print(found: Lint, model: str, speed: float | None, price: float | None) -> None:
+def _print(found: Lint, given: int, model: str, speed: float | None, price: float | None) -> None:
     from kvcdn.client.explaining.causes import Certainty  # noqa: PLC0415 - see kvcdn.cli
 
+    of_more = f" of {given:,}, the first ones," if given > found.samples else ","
     share = "looked through alone" if found.samples == 1 else f"share their first {found.shared:,} tokens"
     print_pairs(
         [
-            ("samples", f"{found.samples}, {share}; the first has {found.tokens:,} tokens for {model}"),
+            ("samples", f"{found.samples}{of_more} {share}; the first has {found.tokens:,} tokens for {model}"),
             ("reusable", f"{found.reusable:,} tokens in whole blocks of {found.block_tokens:,}"),
             ("prefill", f"{speed:,.0f} tokens/s" if speed else "speed not known yet; give --tokens-per-second"),
         ]
