@@ -50,6 +50,60 @@ def test_numbers_come_back_within_a_step(grid: Grid, tokens: int, dtype: str, se
         assert (error <= 0.51 * spread + np.abs(group).max((0, 2)) / 64).all()
 
 
+@settings(max_examples=60, deadline=None)
+@given(GRIDS, st.integers(1, 60), st.sampled_from(["bfloat16", "float32"]), st.integers(0, 2**32 - 1))
+def test_worth_makes_the_weighted_error_no_larger(grid: Grid, tokens: int, dtype: str, seed: int) -> None:
+    """Nowhere, whatever the weights; rows at the ends stay exact, and readers get what the encoder says."""
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_t(2, size=(tokens, 2, 8)) * np.exp(rng.normal(size=(1, 2, 8)))).astype(np.float32)
+    raw, rows = bytearray(values.size * (4 if dtype == "float32" else 2)), Rows(dtype, values.shape)
+    write_rounded(values.copy(), dtype, memoryview(raw))
+    weights = np.exp(2 * rng.normal(size=tokens)).astype(np.float32)
+    plain, weighted = encode_grid(bytes(raw), rows, grid), encode_grid(bytes(raw), rows, grid, weights)
+    assert plain is not None
+    assert weighted is not None
+    assert len(plain.data) == len(weighted.data)
+    assert bytes(weighted.decoded) == decoded(weighted.data, rows, len(raw))
+    before, flat, near = (
+        to_float32(data, dtype).reshape(values.shape) for data in (bytes(raw), plain.decoded, weighted.decoded)
+    )
+    lead, trail = min(grid.lead, tokens), min(grid.trail, max(tokens - grid.lead, 0))
+    assert (before[:lead] == near[:lead]).all()
+    assert (before[tokens - trail :] == near[tokens - trail :]).all()
+    for start in range(lead, tokens - trail, grid.tokens):
+        place = slice(start, min(start + grid.tokens, tokens - trail))
+        shape = (-1, 2, 8 // grid.values, grid.values)
+        worth = weights[place, None, None, None]
+        rounding = (np.square(before[place] / 128).reshape(shape) * worth).sum((0, 3))
+        losses = [(np.square(one[place] - before[place]).reshape(shape) * worth).sum((0, 3)) for one in (flat, near)]
+        # Encoders count before what comes out is rounded to the dtype, half of 2^-8 of a bfloat16.
+        assert (np.sqrt(losses[1]) <= 1.001 * np.sqrt(losses[0]) + 2 * np.sqrt(rounding) + 1e-6).all()
+
+
+def test_what_is_worth_nothing_costs_the_others_no_steps() -> None:
+    """One row far out, hardly read, is moved to the end of a grid that is finer for all others; a row that is read is not."""
+    values = np.linspace(-1, 1, 64, dtype="<f4").reshape(64, 1, 1).repeat(4, 2)
+    values[20] = 1.8
+    rows, others = Rows("float32", values.shape), np.arange(64) != 20
+    found = {}
+    for worth in (1e-6, 1.0, 1e3):
+        weights = np.where(others, 1, worth).astype(np.float32)
+        encoded = encode_grid(values.tobytes(), rows, Grid(4, 64, 1, centred=False), weights)
+        assert encoded is not None
+        found[worth] = np.abs(np.frombuffer(encoded.decoded, "<f4").reshape(64, 4) - values[:, 0])
+    assert found[1e-6][others].max() < found[1e3][others].max() * 0.8
+    assert found[1e-6][20].min() > 0.5
+    assert found[1e3][20].max() < 0.1
+
+
+def test_weights_of_numbers_that_no_range_holds_are_no_grid() -> None:
+    """Ranges that are infinite end as without weights: nothing is written."""
+    values = np.full((4, 1, 4), np.finfo("<f4").max, "<f4")
+    values[0] = -values[0]
+    grid = Grid(4, 4, 1, centred=False)
+    assert encode_grid(values.tobytes(), Rows("float32", (4, 1, 4)), grid, np.ones(4, np.float32)) is None
+
+
 def test_finer_grids_are_nearer() -> None:
     """Four bits more are a sixteenth of the error, about, as far as the rounding of numbers lets it show."""
     errors = []

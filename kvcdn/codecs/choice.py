@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvcdn.basis import BasisName
 from kvcdn.codec import Encoded, Rows, encode_smallest
 from kvcdn.codecs.basis import Basis, TensorBasis
+from kvcdn.codecs.grids import MAX_BITS
 from kvcdn.codecs.numbers import Floats, to_float32
 from kvcdn.codecs.quant import Grid, encode_grid
 from kvcdn.codecs.rest import encode_rest
@@ -30,18 +31,25 @@ FINE_SHARE = 1 / 20
 STEPS = {"tc-high": 0.00028, "tc-medium": 0.0013, "tc-low": 0.0026, "tc-least": 0.0043}
 """Steps in the unit of the basis; docs/codecs.md has what such steps make."""
 
-RECENT_TOKENS = {"int8": 0, "int4": 16}
-"""The last tokens of a document that are exact: what follows reads them most, and 4 bits are few."""
+_RECENT_TOKENS = 16
+"""The last tokens of a document that are exact in int4: what follows reads them most, and 4 bits are few."""
+
+_EXACT_SHARE = 5 / 256
+"""Of a document's tokens, how many are exact in int4, the first ones counted: of a short one 20 are many bytes."""
 
 _FINER_BY = 0.7
 """The power of a row's weight by which its error is made smaller: 1/2 of the weight's logarithm would be right if weights were
 exact; they are estimates, of which the tails are mostly chance, and 0.7 of that half was best on three documents."""
 
+_CLIPPED_BY = 0.25
+"""The power of a row's weight with which its error counts where a grid of int4 is cut: weights are estimates, as above."""
+
 _LEAST_WEIGHT = 1e-3
 """Of the tensor's mean: a row that the probe did not read may be read later."""
 
 _LATE_WEIGHT = 4.0
-"""Of the tensor's mean, for rows that no probe has read: what comes next reads the last rows most."""
+"""Of the tensor's mean, for rows that no probe has read: what comes next reads the last rows most. Where they are most of a
+document, that would be most of its bytes: there they count as the mean."""
 
 _FEWEST_READERS = 64
 """Rows that fewer tokens of the probe have read count as not read: their worth would be mostly chance, and one that is wrongly
@@ -70,21 +78,27 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class GridEncoder:
-    """Numbers on grids, for a document of `tokens` tokens; in int4 the tensors `fine` have 8 bits."""
+    """Numbers on grids, for a document of `tokens` tokens; in int4 the tensors `fine` have 8 bits.
+
+    `weights` has, for tensors of 4 bits, what an error in each of the document's rows costs.
+    """
 
     layout: Layout
     precision: str
     tokens: int
     fine: Collection[Place] = ()
+    weights: Mapping[Place, Floats] = field(default_factory=dict)
     basis: BasisName | None = None
 
     def encode(self, raw: Buffer, layer: int, tensor: int, name: BlockName) -> Buffer | Encoded:
         spec = self.layout.layers[layer].tensors[tensor]
-        bits = 4 if self.precision == "int4" and (layer, tensor) not in self.fine else 8
+        bits = 4 if self.precision == "int4" and (layer, tensor) not in self.fine else MAX_BITS
         lead = EXACT_TOKENS if name.start == 0 else 0
-        trail = RECENT_TOKENS[self.precision] if name.end == self.tokens else 0
+        trail = recent_tokens(self.tokens) if self.precision == "int4" and name.end == self.tokens else 0
         grid = Grid(bits, GROUP_TOKENS[bits], 1, centred=False, lead=lead, trail=trail)
-        return _smaller(raw, encode_grid(raw, Rows(spec.dtype, spec.shape(name.tokens)), grid))
+        weights = self.weights.get((layer, tensor)) if bits < MAX_BITS else None
+        mine = None if weights is None else weights[name.start : name.end]
+        return _smaller(raw, encode_grid(raw, Rows(spec.dtype, spec.shape(name.tokens)), grid, mine))
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,11 @@ class TransformEncoder:
         return _smaller(raw, encode_transform(raw, rows, exponents, STEPS[self.precision], lead=lead))
 
 
+def recent_tokens(tokens: int) -> int:
+    """How many of a document's last tokens are exact in int4."""
+    return max(min(_RECENT_TOKENS, int(_EXACT_SHARE * tokens) - EXACT_TOKENS), 0)
+
+
 def encode_refinement(raw: Buffer, rows: Rows) -> Buffer | Encoded:
     """What `rows.coarse` lacks of `raw`; as it is, for a lossless codec, where that is no larger."""
     encoded = encode_rest(raw, rows)
@@ -118,13 +137,22 @@ def _smaller(raw: Buffer, encoded: Encoded | None) -> Buffer | Encoded:
     return raw if encoded is None or len(encoded.data) >= len(raw) else encoded
 
 
-def grid_harm(raw: Buffer, spec: TensorSpec, slopes: Floats) -> float:
+def grid_weights(slopes: Floats, tokens: int) -> Floats:
+    """What an error in each of a tensor's `tokens` rows costs where a grid is cut; `slopes` are gradients of the first rows."""
+    logs = _logs(_read_enough(np.square(slopes).sum((1, 2), dtype=np.float64)), tokens)
+    if not np.isfinite(logs).all():
+        return np.ones(tokens, np.float32)
+    weights: Floats = np.exp2(_CLIPPED_BY * (logs - logs.max())).astype(np.float32)
+    return weights
+
+
+def grid_harm(raw: Buffer, spec: TensorSpec, slopes: Floats, weights: Floats | None = None) -> float:
     """What 4 bits for a tensor do to what is read: the sum over rows of (gradient x error) squared.
 
-    `slopes` are gradients of its first rows, [tokens, heads, dim].
+    `slopes` are gradients of its first rows, [tokens, heads, dim], `weights` those of `grid_weights` for all rows.
     """
     rows = Rows(spec.dtype, spec.shape(len(raw) // spec.bytes_per_token))
-    encoded = encode_grid(raw, rows, Grid(4, GROUP_TOKENS[4], 1, centred=False))
+    encoded = encode_grid(raw, rows, Grid(4, GROUP_TOKENS[4], 1, centred=False), weights)
     if encoded is None:
         return 0.0
     known = _read_enough(slopes)
@@ -188,7 +216,7 @@ def row_exponents(weights: Sequence[Sequence[NDArray[np.float64]]], tokens: int)
 def _logs(weights: NDArray[np.float64], tokens: int) -> NDArray[np.float64]:
     """Logarithms of the weights of `tokens` rows; minus infinity for a tensor of which nothing is read."""
     mean = weights[EXACT_TOKENS:].mean() if len(weights) > EXACT_TOKENS else 0.0
-    unknown = np.full(tokens - len(weights), _LATE_WEIGHT * mean)
+    unknown = np.full(tokens - len(weights), (_LATE_WEIGHT if 2 * len(weights) >= tokens else 1.0) * mean)
     with np.errstate(divide="ignore"):
         return np.log2(np.concatenate((weights + _LEAST_WEIGHT * mean, unknown)) if mean > 0 else np.zeros(tokens))
 

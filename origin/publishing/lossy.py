@@ -20,12 +20,12 @@ from kvcdn.codecs.basis import Basis
 from kvcdn.codecs.carrier import carry
 from kvcdn.codecs.choice import (
     GridEncoder,
-    Place,
     TensorEncoder,
     TransformEncoder,
     choose_fine,
     encode_refinement,
     grid_harm,
+    grid_weights,
     row_exponents,
     row_weights,
 )
@@ -182,7 +182,7 @@ class Encoders:
         """The encoder of a lossy precision."""
         layout = self._loaded.identity.layout
         if precision not in TRANSFORMED:
-            return GridEncoder(layout, precision, len(self._ids), self._fine() if precision == "int4" else ())
+            return self._four_bits() if precision == "int4" else GridEncoder(layout, precision, len(self._ids))
         if not self._exponents:
             weights = [
                 [row_weights(slope.numpy(), one) for slope, one in zip(rows, ones, strict=True)]
@@ -197,20 +197,21 @@ class Encoders:
         seen = len(self._ids) - tail_tokens(len(self._ids))
         return next(row_gradients(self._loaded, self._ids[:seen], self._exact, samples=1))
 
-    def _fine(self) -> frozenset[Place]:
-        """The tensors that want more bits than others."""
+    def _four_bits(self) -> GridEncoder:
+        """More bits for the tensors that want them more than others, and grids for the rows that are read."""
         layout, total = self._loaded.identity.layout, len(self._ids)
         try:
             slopes = self._slopes()
         except UnsupportedModelError:
             # Layers of a kind that cannot be probed: nothing is known, and no tensor is better than another.
-            return choose_fine(layout, {})
-        harms = {
-            (layer, place): grid_harm(tensor_bytes(tensor[:total]), layout.layers[layer].tensors[place], slope.numpy())
-            for layer, rows in enumerate(slopes)
-            for place, (tensor, slope) in enumerate(zip(self._exact[layer], rows, strict=True))
-        }
-        return choose_fine(layout, harms)
+            return GridEncoder(layout, "int4", total, choose_fine(layout, {}))
+        weights, harms = {}, {}
+        for layer, rows in enumerate(slopes):
+            for place, (tensor, slope) in enumerate(zip(self._exact[layer], rows, strict=True)):
+                found = weights[layer, place] = grid_weights(slope.numpy(), total)
+                spec = layout.layers[layer].tensors[place]
+                harms[layer, place] = grid_harm(tensor_bytes(tensor[:total]), spec, slope.numpy(), found)
+        return GridEncoder(layout, "int4", total, choose_fine(layout, harms), weights)
 
     @property
     def basis(self) -> Basis:
