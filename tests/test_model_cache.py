@@ -280,6 +280,21 @@ def test_a_model_whose_cache_is_of_another_kind_is_refused_by_name(case):
         probe_layout(model)
 
 
+@pytest.mark.parametrize(("kind", "encoder"), [("whisper", 2), ("whisper", 4), ("bart", 2)])
+@pytest.mark.filterwarnings("ignore")
+def test_a_decoder_beside_an_encoder_has_a_layout_of_its_own_layers(kind, encoder):
+    """Where the library makes room for as many layers as the encoder has, too."""
+    decoder = 2
+    sizes = {"d_model": 32, "vocab_size": 300, "encoder_layers": encoder, "decoder_layers": decoder, "pad_token_id": 0}
+    sizes |= {
+        f"{side}_{size}": count for side in ("encoder", "decoder") for size, count in (("attention_heads", 2), ("ffn_dim", 48))
+    }
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "suppress_tokens": None}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32).eval()
+    layers = probe_layout(model).layers
+    assert [True] * decoder == [bool(spec.tensors) for spec in layers]
+
+
 def test_a_layer_moves_once_when_decoding_has_begun():
     """Token by token its memory is contiguous by head, as attention on a CPU reads it fast; rows and bits stay the same."""
     spec = Layout.uniform_kv(1, 3, 16, "float32").layers[0]

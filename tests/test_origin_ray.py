@@ -87,11 +87,11 @@ class Rig:
         return [answer.json()["jobs"][0]["id"] for answer in answers]
 
     def until_fetched(self, times: int) -> None:
-        until(lambda: len(self.web.requests) >= times)
+        until(lambda: len(self.web.requests) >= times, seconds=PROCESS_SECONDS)
 
     def require_published(self, documents: int) -> None:
         """So many jobs ended published; their documents, and no others, lie there."""
-        until(lambda: self.queue.counts().get("published") == documents)
+        until(lambda: self.queue.counts().get("published") == documents, seconds=PROCESS_SECONDS)
         results = {job.result["address"] for job in self.queue.list(state=JobState.PUBLISHED)}
         addresses = [str(listed.manifest.address) for listed in list_published(FolderStore(self.folder / "origin"))]
         assert results == set(addresses)

@@ -65,7 +65,11 @@ def _read(model: PreTrainedModel, ids: torch.Tensor) -> tuple[Any, Any, Any]:
 
 
 def _require_same(kind: str, once: Any, begun: Any) -> None:
-    for index, (whole, parts) in enumerate(zip(once.layers, begun.layers, strict=True)):
+    # A cache that is made from a configuration may have a layer for each of an encoder's, too, which nothing is written into.
+    used = begun.layers[: len(once.layers)]
+    if len(used) < len(once.layers):
+        raise UnsupportedModelError(f"{kind} keeps {len(once.layers)} layers, and its configuration tells of {len(used)}")
+    for index, (whole, parts) in enumerate(zip(once.layers, used, strict=True)):
         if not all(_same(*pair, _SAME) for pair in _states(whole, parts)):
             raise UnsupportedModelError(f"{kind}: layer {index} does not continue from a state when it reads several tokens")
         if not all(_same(*pair, _SAME_DEEPER if index else _SAME) for pair in _rows(whole, parts)):

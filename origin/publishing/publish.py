@@ -128,7 +128,7 @@ def published_part(loaded: LoadedModel, token_ids: Sequence[int]) -> Sequence[in
     """
     end = loaded.identity.layout.document_end(len(token_ids))
     if token_ids and not end:
-        raise UsageError(f"a document of {len(token_ids)} tokens is too short to be published for {loaded.identity.name}")
+        raise UsageError(f"the document is too short to be published for {loaded.identity.name} (tokens: {len(token_ids)})")
     return token_ids[:end]
 
 
