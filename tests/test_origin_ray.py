@@ -28,6 +28,7 @@ from kvcdn.stores.memory import MemoryStore
 from support.command import kvcdn
 from support.origin_process import children, descendants, running_origin
 from support.tiny import TEXT
+from support.waiting import PROCESS_SECONDS, until
 from support.web import Answer, running_web
 
 pytestmark = [
@@ -35,21 +36,11 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-WAIT_SECONDS = 280
-
 LISTENING = "0A"
 """In /proc/net/tcp."""
 
 DRAIN_SECONDS = 5
 """For a signal to pass from the service to an actor."""
-
-
-def until(condition) -> None:
-    """Waits for it."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def actors(pid: int) -> list[int]:
@@ -76,7 +67,7 @@ class Rig:
         web.bend = self._pass
 
     def _pass(self, answer: Answer) -> Answer:
-        self.gate.wait(WAIT_SECONDS)
+        self.gate.wait(PROCESS_SECONDS)
         return answer
 
     def submit(self, jobs: int) -> list[str]:
@@ -138,7 +129,7 @@ def test_actors_come_and_go(tmp_path, tiny_llama, monkeypatch) -> None:
         (unwanted,) = rig.submit(1)
         rig.until_fetched(fetched + 1)
         assert 200 == urllib3.request("DELETE", f"{url}/v1/jobs/{unwanted}").status
-        until(lambda: queue.get(unwanted).ended)
+        until(lambda: queue.get(unwanted).ended, seconds=PROCESS_SECONDS)
         assert JobState.CANCELLED is queue.get(unwanted).state
         rig.gate.set()
         rig.submit(1)
@@ -152,9 +143,9 @@ def test_actors_come_and_go(tmp_path, tiny_llama, monkeypatch) -> None:
         process.terminate()
         time.sleep(DRAIN_SECONDS)
         rig.gate.set()
-        assert 0 == process.wait(WAIT_SECONDS)
+        assert 0 == process.wait(PROCESS_SECONDS)
         assert (JobState.QUEUED, 0) == (queue.get(left).state, queue.get(left).attempts)
-        until(lambda: not any(map(is_alive, below)))
+        until(lambda: not any(map(is_alive, below)), seconds=PROCESS_SECONDS)
         assert 0 == kvcdn("fsck", "--origin", str(tmp_path / "origin")).code
         queue.close()
 
@@ -186,7 +177,7 @@ def test_a_machine_is_lost(tmp_path, tiny_llama, monkeypatch) -> None:
             rig.submit(3)
             rig.until_fetched(2)
             # One job may ask twice where a busy machine has it wait.
-            until(lambda: queue.counts().get("running") == 2)
+            until(lambda: queue.counts().get("running") == 2, seconds=PROCESS_SECONDS)
             assert (0, 2) == (len(actors(process.pid)), len(actors(nodes.pid)))
             nodes.stdin.write("lose the second\n")
             nodes.stdin.flush()
@@ -198,7 +189,7 @@ def test_a_machine_is_lost(tmp_path, tiny_llama, monkeypatch) -> None:
             queue.close()
     finally:
         nodes.communicate()
-    until(lambda: not any(map(is_alive, below)))
+    until(lambda: not any(map(is_alive, below)), seconds=PROCESS_SECONDS)
 
 
 def test_settings_are_checked(monkeypatch) -> None:
