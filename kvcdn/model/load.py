@@ -196,9 +196,16 @@ def bind_model(
     return LoadedModel(model, tokenizer, identity, files, state, _told(model.config))
 
 
+_SAME_IN_TRAINING = tuple(
+    getattr(torch.nn, name) for name in ("ModuleList", "ModuleDict", "Linear", "Embedding", "LayerNorm", "RMSNorm", "Conv1d")
+)
+"""Layers of torch's that training mode does not change: a model that was given new rows or another list of layers has such."""
+
+
 def _in_training(model: torch.nn.Module) -> str:
     """What says that `model`, or a part of it, is in training mode; nothing where none is. New adapters often are alone."""
-    name = next((name for name, module in model.named_modules() if module.training), None)
+    parts = ((name, part) for name, part in model.named_modules() if type(part) not in _SAME_IN_TRAINING)
+    name = next((name for name, part in parts if part.training), None)
     what = f"{name}, a part of the model, is" if name else "the model is"
     return "" if name is None else f"{what} in training mode, where dropout makes its cache random"
 

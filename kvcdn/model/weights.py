@@ -30,9 +30,6 @@ _SAMPLES = 16
 """Values taken of each tensor, evenly spaced: whoever changes a whole tensor changes some, and a look costs milliseconds."""
 
 
-_QUANTISED_BY_FILE = "bitsandbytes."
-"""Its tensors are what its checkpoint's configuration says, which is part of the fingerprint."""
-
 _AS_SAVED = "give the model as its checkpoint has it, or leave it without a cache"
 
 _INSERTED = (".base_layer", ".original_module")
@@ -153,10 +150,13 @@ def require_checkpoint_weights(model: Any, folder: Path) -> None:
 
 
 def _require_plain_tensors(model: Any) -> None:
-    """Raises UnsupportedModelError for weights that are more than a tensor's numbers, or are packed away in a layer."""
+    """Raises UnsupportedModelError for weights that are made of several tensors, or are packed away in a layer.
+
+    Not for those of bitsandbytes: how they are quantised the checkpoint's configuration says, which the fingerprint covers.
+    """
     for name, tensor in model.named_parameters():
         kind = type(tensor)
-        if kind not in (torch.nn.Parameter, torch.Tensor) and not kind.__module__.startswith(_QUANTISED_BY_FILE):
+        if hasattr(tensor, "__tensor_flatten__"):  # torch's sign of a tensor that is made of others
             raise UnsupportedModelError(
                 f"the weight {name} is a {kind.__module__}.{kind.__name__}, which is not supported", hint=_AS_SAVED
             )

@@ -172,14 +172,7 @@ class _Examination:
                 raise _TrialError("says that an object of a random name exists already", "this is not an object store we know")
         self._written = self._went_well
         if not self._written:
-            for name in (
-                "create only where nothing is",
-                "create only once",
-                "read",
-                "read a range",
-                "list what was written",
-                "clock",
-            ):
+            for name in _BEHIND_THE_FIRST_WRITE:
                 self._skip(name, "nothing could be written")
             return
         self._tries_to_overwrite()
