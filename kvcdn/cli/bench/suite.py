@@ -36,7 +36,7 @@ class Bench:
 BENCHES = (
     Bench("ttft", "ttft", ("--tokens", "3774", "--runs", "5"), ("--tokens", "256", "--runs", "1")),
     Bench("decode", "decode", ("--tokens", "1024,4096"), ("--tokens", "256", "--steps", "5")),
-    Bench("publish", "publish", ("--tokens", "2048", "--runs", "3"), ("--tokens", "256", "--runs", "1")),
+    Bench("publish", "publish", ("--tokens", "2048", "--runs", "5"), ("--tokens", "256", "--runs", "1")),
     Bench(
         "crossover",
         "crossover",
