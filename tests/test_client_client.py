@@ -328,7 +328,10 @@ def test_an_unsupported_model_is_a_miss_by_name(published):
 
 
 class Packed(torch.Tensor):
-    """A weight that is more than its numbers, as libraries of quantisation make them in place."""
+    """A weight that is made of several tensors, as libraries of quantisation make them in place (torchao, quanto)."""
+
+    def __tensor_flatten__(self):
+        return ["codes", "scales"], None
 
 
 def with_packed_weights(model):
