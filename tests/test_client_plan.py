@@ -241,7 +241,7 @@ def test_wishes_that_cannot_be_are_refused(wishes):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("price", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("price", [-1.0, math.nan, math.inf, "2", True, None])
 def test_prices_are_numbers(price):
     with pytest.raises(UsageError):
         Prices(1.0, price)

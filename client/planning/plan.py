@@ -61,8 +61,9 @@ class Prices:
 
     def __post_init__(self) -> None:
         for price in (self.usd_per_gpu_hour, self.usd_per_gb, self.usd_per_10k_requests):
-            if not (math.isfinite(price) and price >= 0):
-                raise UsageError(f"{price} is no price", hint="prices are US dollars, 0 or more")
+            number = isinstance(price, int | float) and not isinstance(price, bool)
+            if not (number and math.isfinite(price) and price >= 0):
+                raise UsageError(f"{price!r} is no price", hint="prices are US dollars, 0 or more")
 
     def of_computing(self, seconds: float) -> float:
         return seconds / 3600 * self.usd_per_gpu_hour
